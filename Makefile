@@ -1,0 +1,42 @@
+# Two commands do everything, on a fresh machine too:  make run   and   make test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := runs/first
+
+.PHONY: run test check format reference clean
+
+run: $(VENV)/.ready  ## train the default model on WikiText-2, measure it, let it write
+	$(BIN)/blocktrain lab --out $(RUN) --reference-line docs/reference.jsonl
+	$(BIN)/blocktrain audit $(RUN)
+	$(BIN)/blocktrain generate $(RUN) "The history of the " --length 400
+
+test: $(VENV)/.ready-dev  ## every test of the ordinary suite
+	$(BIN)/pytest
+
+check: $(VENV)/.ready-dev  ## what pre-commit and CI check besides the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.ready-dev  ## let ruff do what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+reference: $(VENV)/.ready  ## train the reference line of `make run`'s plot again (docs/reference.jsonl)
+	$(BIN)/blocktrain lab --out runs/reference --reference
+	cp runs/reference/reference/history.jsonl docs/reference.jsonl
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 run")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:  ## forget the environment and all runs
+	rm -rf $(VENV) runs

@@ -1,0 +1,86 @@
+"""Subcommands, nothing else. Exit codes are those of errors.py; 130 is Ctrl+C.
+
+Each command lives in blocktrain.commands and is imported only when it is called, so that help and
+commands that need no torch answer at once.
+"""
+
+import sys
+
+import cyclopts
+from cyclopts import App
+
+from blocktrain import config, console
+from blocktrain.errors import BlockTrainError
+
+COMMANDS = {
+    "lab": ("lab:lab", "Train a model, one block at a time, in this process; no network."),
+    "evaluate": ("model:evaluate", "Honest CE of a model, over every byte of a split."),
+    "audit": ("model:audit", "Prove that no target reaches the model."),
+    "generate": ("model:generate", "Continue a prompt."),
+    "export": ("model:export", "Write the model as a standard architecture."),
+    "compress": ("archive:compress", "Compress a file with the model's own probabilities."),
+    "decompress": ("archive:decompress", "Give back the file that compress was given."),
+    "doctor": ("doctor:doctor", "What this machine can do."),
+}
+GROUPS = {
+    "data": (
+        "Text to train on.",
+        {
+            "list": ("data:show", "The corpora known by name, and whether they are in the cache."),
+            "fetch": ("data:fetch", "Fetch a corpus into the cache and check every byte."),
+        },
+    ),
+    "bench": (
+        "What this machine does, measured.",
+        {
+            "compute": ("bench:compute", "A block's training step against the GEMM peak."),
+            "memory": ("bench:memory", "A worker's memory against an end-to-end trainer's."),
+        },
+    ),
+}
+
+
+def build() -> App:
+    """The command line as a tree."""
+    app = App(
+        name="blocktrain",
+        help="Strangers with ordinary machines train and serve one model together, a block each.",
+        help_format="plaintext",
+    )
+    for name, (target, help_line) in COMMANDS.items():
+        app.command(f"blocktrain.commands.{target}", name=name, help=help_line)
+    for group, (group_help, members) in GROUPS.items():
+        inner = App(name=group, help=group_help)
+        for name, (target, help_line) in members.items():
+            inner.command(f"blocktrain.commands.{target}", name=name, help=help_line)
+        app.command(inner)
+    return app
+
+
+def main() -> None:
+    """The `blocktrain` command."""
+    arguments = sys.argv[1:]
+    config.calm_threads()
+    app = build()
+    try:
+        if "--config" in arguments[:-1]:
+            from blocktrain.commands.lab import defaults_from
+
+            app.config = (defaults_from(arguments[arguments.index("--config") + 1]),)
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except cyclopts.CycloptsError as error:
+        give_up(" ".join(str(error).split()), 2)
+    except BlockTrainError as error:
+        give_up(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        give_up("Stopped. What was saved is intact; the same command goes on from there.", 130)
+    except BrokenPipeError:  # the reader has seen enough, as with `| head`
+        sys.stderr.close()
+
+
+def give_up(why: str, code: int) -> None:
+    """One sentence, and the exit code that says what kind of trouble it is."""
+    console.people.print(f"blocktrain: {why}", markup=False, soft_wrap=True)
+    if "--json" in sys.argv:
+        console.print_json({"error": why, "exit_code": code})
+    sys.exit(code)

@@ -1,0 +1,59 @@
+"""blocktrain bench compute|memory"""
+
+from dataclasses import asdict
+
+from blocktrain.bench import compute as compute_bench
+from blocktrain.bench import memory as memory_bench
+from blocktrain.console import PLAIN, Out, bar
+
+
+def compute(
+    *,
+    width: int = 512,
+    positions: int = 8192,
+    layers: int = 1,
+    repeats: int = 7,
+    output: Out = PLAIN,
+) -> None:
+    """A block's training step against the GEMM peak of this machine.
+
+    Parameters
+    ----------
+    width: int
+        Width of the residual stream.
+    positions: int
+        Positions per step.
+    layers: int
+        Layers per block.
+    repeats: int
+        Steps measured; the median counts.
+    """
+    with bar("steps") as progress:
+        found = compute_bench.measure(width, positions, repeats, layers, progress)
+    output.result(asdict(found), "Compute")
+
+
+def memory(
+    *,
+    width: int = 1024,
+    layers: int = 8,
+    batch: int = 8,
+    window: int = 256,
+    output: Out = PLAIN,
+) -> None:
+    """A worker's peak memory against an end-to-end trainer's, in separate processes.
+
+    Parameters
+    ----------
+    width: int
+        Width of the residual stream; 1024 with 8 layers is 100 M parameters a block.
+    layers: int
+        Layers per block; the end-to-end trainer has four times as many.
+    batch: int
+        Windows per step.
+    window: int
+        Positions per window.
+    """
+    with bar("processes") as progress:
+        found = memory_bench.measure(width, layers, batch, window, progress)
+    output.result(asdict(found), "Memory")

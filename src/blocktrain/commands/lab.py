@@ -1,0 +1,116 @@
+"""blocktrain lab"""
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+
+from blocktrain import config
+from blocktrain.aggregation.combine import Averaging
+from blocktrain.console import PLAIN, Out, Output, bar
+from blocktrain.learning import device
+from blocktrain.learning.data import open_corpus
+from blocktrain.learning.model import Shape
+from blocktrain.learning.noise import Noise
+from blocktrain.learning.objective import Task
+from blocktrain.learning.optimiser import Rates
+from blocktrain.services import picture
+from blocktrain.services.lab import Lab, Pace, Run, Watch, experiment
+
+
+@dataclass(frozen=True)
+class RunFlags(Run):
+    """Every setting of a run as a flag."""
+
+    shape: Annotated[Shape, Parameter(name="*", group="Shape")] = field(default_factory=Shape)
+    task: Annotated[Task, Parameter(name="*", group="Task")] = field(default_factory=Task)
+    noise: Annotated[Noise, Parameter(name="*", group="Noise")] = field(default_factory=Noise)
+    rates: Annotated[Rates, Parameter(name="*", group="Rates")] = field(default_factory=Rates)
+    averaging: Annotated[Averaging, Parameter(name="*", group="Averaging")] = field(
+        default_factory=Averaging
+    )
+    pace: Annotated[Pace, Parameter(name="*", group="Pace")] = field(default_factory=Pace)
+
+    @property
+    def plain(self) -> Run:
+        """The run without its flags."""
+        return Run(self.shape, self.task, self.noise, self.rates, self.averaging, self.pace)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run happens."""
+
+    data: str = "wikitext-2"
+    """wikitext-2, enwik8, or a file or folder of your own."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+    threads: int = 1
+    """CPU threads per replica."""
+    at_once: int | None = None
+    """Replicas trained at the same time; as many as there are cores if not given."""
+    config: Path | None = None
+    """A TOML file with the sections shape, task, noise, rates, averaging and pace."""
+
+
+FLAGS, PLACE = RunFlags(), Place()
+
+
+def lab(
+    *,
+    out: Path,
+    reference: bool = False,
+    reference_line: Path | None = None,
+    run: Annotated[RunFlags, Parameter(name="*")] = FLAGS,
+    place: Annotated[Place, Parameter(name="*")] = PLACE,
+    output: Out = PLAIN,
+) -> None:
+    """Train a model, one block at a time, in this process; no network.
+
+    The same command goes on where it was stopped. The last line is JSON: ce, ce_reference,
+    ce_shallow, gap, bytes_seen, core_seconds, parameters.
+
+    Parameters
+    ----------
+    out: Path
+        Folder for the assembled model, its history and its plot.
+    reference: bool
+        Also train the end-to-end models of full depth and of one block's depth on the same bytes.
+    reference_line: Path
+        The history.jsonl of a reference trained earlier, for the plot.
+    """
+    at_once = place.at_once or max(1, (os.cpu_count() or 1) // place.threads)
+    with bar(f"opening {place.data}") as progress:
+        corpus = open_corpus(place.data, progress)
+    with bar("rounds") as rounds, bar("test split") as evaluation:
+        watch = Watch(rounds, evaluation, output.say, lambda row: output.say(spoken(row)))
+        where = device.choose(place.device)
+        studio = Lab(run.plain, corpus, out, where, watch, place.threads, at_once)
+        result = experiment(studio, reference)
+    lines = {"blocks": out / "history.jsonl"}
+    if reference:
+        lines |= {name: out / name / "history.jsonl" for name in ("reference", "shallow")}
+    elif reference_line:
+        lines["reference"] = reference_line
+    picture.curves(lines, out / "curve.png")
+    output.say(f"model in {out}, plot in {out / 'curve.png'}")
+    Output(json=True).result(asdict(result), "Lab")
+
+
+def spoken(row: dict[str, Any]) -> str:
+    """A line of history for people."""
+    return (
+        f"round {row['round']:>5}  {row['bytes_seen'] / 1e6:7.2f} MB seen  "
+        f"CE {row['ce_sample']:.4f} (64 KiB sample)  {row['core_seconds']:.0f} core-seconds"
+    )
+
+
+def defaults_from(path: str) -> cyclopts.config.Dict:
+    """The values of a config file, as defaults of the flags."""
+    config.load(Path(path), Run)  # refuses what does not fit, with the nearest known key
+    sections = config.read(Path(path)).values()
+    values = {key.replace("_", "-"): value for one in sections for key, value in one.items()}
+    return cyclopts.config.Dict(values, use_commands_as_keys=False, source=path)

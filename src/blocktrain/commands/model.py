@@ -1,0 +1,147 @@
+"""blocktrain evaluate|audit|generate|export: things to do with a model directory."""
+
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from blocktrain import load
+from blocktrain.console import PLAIN, Out, bar
+from blocktrain.errors import BadInput, Leak
+from blocktrain.inference import decode
+from blocktrain.inference.decode import Sampling
+from blocktrain.learning.audit import audit as prove
+from blocktrain.learning.data import open_corpus
+from blocktrain.learning.evaluate import SAMPLE, denoise_readouts
+from blocktrain.learning.evaluate import evaluate as measure
+from blocktrain.learning.export import export_hf
+
+AUDITED = 64 * 1024  # bytes of the test split; the arithmetic coder takes a part of them
+
+
+def evaluate(
+    model: Path,
+    *,
+    data: str = "wikitext-2",
+    split: str = "test",
+    readouts: bool = False,
+    device: str = "auto",
+    output: Out = PLAIN,
+) -> None:
+    """Honest CE of a model, over every byte of a split.
+
+    Parameters
+    ----------
+    model: Path
+        A model directory.
+    data: str
+        wikitext-2, enwik8, or a file or folder of your own.
+    split: str
+        train, valid or test.
+    readouts: bool
+        For a denoise model: the other readouts too, on a 64 KiB sample; leaky ones say LEAKY.
+    """
+    opened = load(model, device)
+    text = open_corpus(data).split(split)
+    with bar(f"{split} split") as progress:
+        score = measure(opened, text, progress)
+    found: dict[str, Any] = {
+        "ce": score.ce,
+        "bits_per_byte": score.bits_per_byte,
+        "bytes": score.bytes,
+        "per_block": score.per_block,
+    }
+    if readouts:
+        if opened.shape.objective != "denoise":
+            raise BadInput("Only a denoise model has other readouts; leave out --readouts.")
+        for other in denoise_readouts(opened, text[:SAMPLE], seed=0):
+            found[f"{'LEAKY: ' if other.leaky else ''}{other.name} (64 KiB sample)"] = other.ce
+    output.result(found, f"{data} {split}, honest readout, nats per byte")
+
+
+def audit(model: Path, *, data: str = "wikitext-2", seed: int = 0, output: Out = PLAIN) -> None:
+    """Prove that no target reaches the model; exit code 7 if one does.
+
+    Parameters
+    ----------
+    model: Path
+        A model directory.
+    data: str
+        Where the held-out bytes come from.
+    seed: int
+        Which bytes are changed, and how.
+    """
+    opened = load(model, "cpu")
+    with bar("audit") as progress:
+        found = prove(opened, open_corpus(data).test[:AUDITED], seed, progress)
+    output.result({**asdict(found), "passed": found.passed}, "Audit")
+    if not found.passed:
+        raise Leak(" ".join(found.failures()))
+
+
+SAMPLING = Sampling()
+
+
+def generate(
+    model: Path,
+    prompt: str,
+    *,
+    sampling: Annotated[Sampling, Parameter(name="*")] = SAMPLING,
+    device: str = "auto",
+    output: Out = PLAIN,
+) -> None:
+    """Continue a prompt.
+
+    Parameters
+    ----------
+    model: Path
+        A model directory.
+    prompt: str
+        Text to go on from.
+    """
+    try:
+        asked = prompt.encode()
+    except UnicodeEncodeError:
+        raise BadInput("The prompt is not UTF-8; save or type it as UTF-8.") from None
+    opened = load(model, device)
+    began = time.perf_counter()
+    made = bytearray()
+    if not output.json:
+        write(asked)
+    for byte in decode.generate(opened, asked, sampling):
+        made.append(byte)
+        if not output.json:
+            write(bytes([byte]))
+    seconds = time.perf_counter() - began
+    if output.json:
+        text = made.decode(errors="replace")
+        rate = len(made) / seconds
+        output.result({"text": text, "bytes": len(made), "bytes_per_s": rate}, "Generated")
+    else:
+        write(b"\n")
+
+
+def write(some: bytes) -> None:
+    """Bytes to stdout as they come; a terminal puts split characters together itself."""
+    sys.stdout.buffer.write(some)
+    sys.stdout.buffer.flush()
+
+
+def export(model: Path, out: Path, *, to: Literal["hf"] = "hf", output: Out = PLAIN) -> None:
+    """Write the model as a standard architecture (Qwen3) that `transformers` opens.
+
+    Parameters
+    ----------
+    model: Path
+        A model directory, trained with neighbours.
+    out: Path
+        Folder to write.
+    to: str
+        hf: Hugging Face transformers.
+    """
+    opened = load(model, "cpu")
+    export_hf(opened, out)
+    output.result({"out": str(out), "parameters": opened.parameters}, "Exported")

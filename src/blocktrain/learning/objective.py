@@ -1,0 +1,214 @@
+"""What one block is asked to do.
+
+`neighbours` (ours): continue the residual stream of the blocks before, so that the blocks after can
+finish the prediction. Neighbours are frozen copies; only the block's own parameters get gradients.
+`denoise` (the paper's): predict the next byte from clean context and a noisy code of it, alone.
+
+Letters: B batch, T positions, D width, V vocabulary, M code width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocktrain.errors import BadConfig
+from blocktrain.learning.model import (
+    MASK,
+    VOCABULARY,
+    Block,
+    Shape,
+    Sight,
+    causal_sight,
+    denoise,
+)
+from blocktrain.learning.noise import Noise, target_code
+from blocktrain.learning.optimiser import Rates
+
+Loader = Callable[[], Block]
+"""Opens a neighbour when it is needed; from a file it is memory-mapped, so it costs no memory."""
+
+FEATURES_AT_ONCE = 64 * 2**20  # bytes of upstream features held: memory must not grow with K
+
+
+@dataclass(frozen=True)
+class Task:
+    """How a block's loss is made."""
+
+    lookahead: int = 2
+    """How many blocks downstream the loss looks through (neighbours)."""
+    own_share: float = 0.1
+    """Share of the loss taken at the block's own head (neighbours)."""
+    masked_share: float = 0.25
+    """Share of the samples with a masked span (denoise)."""
+    span: int = 64
+    """Longest masked span (denoise)."""
+
+    def __post_init__(self) -> None:
+        if self.lookahead < 0:
+            raise BadConfig(f"lookahead is {self.lookahead}; it must be 0 or more.")
+        for name in ("own_share", "masked_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it must be from 0 to 1.")
+        if self.span < 2:
+            raise BadConfig(f"span is {self.span}; it must be at least 2.")
+
+
+class Objective(Protocol):
+    """What local training needs to know."""
+
+    def prepare(self, rows: Iterator[Tensor], micro: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Batches -> (batch, upstream features), looking ahead as memory allows."""
+
+    def loss(self, block: Block, rows_BT1: Tensor, features: Tensor | None, key: int) -> Tensor:
+        """Mean loss over the rows; `key` seeds whatever is drawn."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every replica of every block must agree on to learn the same thing."""
+
+    shape: Shape = field(default_factory=Shape)
+    task: Task = field(default_factory=Task)
+    noise: Noise = field(default_factory=Noise)
+    rates: Rates = field(default_factory=Rates)
+    micro: int = 2048
+    """Positions computed at once; the rest of a batch follows. Activations stay in cache."""
+
+
+def objective_for(index: int, recipe: Recipe, neighbours: Sequence[Loader]) -> Objective:
+    """The objective of block `index`; `neighbours` opens every block of the model by its index."""
+    if recipe.shape.objective == "denoise":
+        return Denoise(index, recipe.shape, recipe.task, recipe.noise)
+    seen = neighbours[index + 1 : index + 1 + recipe.task.lookahead]
+    downstream = [load().requires_grad_(False) for load in seen]  # gradients only pass through
+    return Neighbours(recipe.shape, recipe.task, neighbours[:index], downstream)
+
+
+@dataclass
+class Neighbours:
+    """Upstream features without gradient, and a loss taken downstream."""
+
+    shape: Shape
+    task: Task
+    upstream: Sequence[Loader]
+    downstream: Sequence[Block]
+
+    def prepare(self, rows: Iterator[Tensor], micro: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Streams one upstream block at a time over as many batches as 64 MiB of features allow."""
+        if not self.upstream:
+            yield from ((batch, None) for batch in rows)
+            return
+        held: list[Tensor] = []
+        for batch in rows:
+            held.append(batch)
+            if (len(held) + 1) * batch[:, 1:].numel() * self.shape.width * 4 > FEATURES_AT_ONCE:
+                yield from self.with_features(held, micro)
+                held = []
+        yield from self.with_features(held, micro)
+
+    @torch.no_grad()
+    def with_features(
+        self, batches: list[Tensor], micro: int
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The residual stream that the blocks before leave for each batch."""
+        if not batches:
+            return
+        sight = causal_sight(self.shape, batches[0].shape[1] - 1, batches[0].device)
+        features: list[Tensor] = []
+        for number, load in enumerate(self.upstream):
+            block = load()
+            if number == 0:
+                features = [block.embed(batch[:, :-1]) for batch in batches]
+            for whole in features:
+                for part in torch.split(whole, micro):  # a part at a time, in place: bounded memory
+                    part.copy_(block(part, sight))
+        with torch.enable_grad():
+            yield from zip(batches, features, strict=True)
+
+    def loss(self, block: Block, rows_BT1: Tensor, features: Tensor | None, key: int) -> Tensor:
+        """CE at the furthest head in sight, and a share of it at the block's own."""
+        sight = causal_sight(self.shape, rows_BT1.shape[1] - 1, rows_BT1.device)
+        hidden_BTD = block.embed(rows_BT1[:, :-1]) if features is None else features
+        hidden_BTD = block(hidden_BTD, sight)
+        own = cross_entropy(block.head(hidden_BTD), rows_BT1)
+        if not self.downstream:
+            return own
+        for copy in self.downstream:
+            hidden_BTD = copy(hidden_BTD, sight)
+        far = cross_entropy(self.downstream[-1].head(hidden_BTD), rows_BT1)
+        return self.task.own_share * own + (1 - self.task.own_share) * far
+
+
+@dataclass
+class Denoise:
+    """CE of the next byte from clean context and its own noisy code; no neighbour is needed."""
+
+    index: int
+    shape: Shape
+    task: Task
+    noise: Noise
+
+    def prepare(self, rows: Iterator[Tensor], micro: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Nothing comes from upstream."""
+        yield from ((batch, None) for batch in rows)
+
+    def loss(self, block: Block, rows_BT1: Tensor, features: Tensor | None, key: int) -> Tensor:
+        """Unweighted CE at a sigma of the block's own interval."""
+        random = torch.Generator().manual_seed(key)
+        tokens_BT, targets_BT = rows_BT1[:, :-1], rows_BT1[:, 1:]
+        interval = self.noise.interval(self.index, self.shape.blocks)
+        sigma_B = self.noise.draw(len(rows_BT1), interval, random).to(rows_BT1.device)
+        code = target_code(self.noise.code_seed)
+        noise = torch.randn(*targets_BT.shape, VOCABULARY, generator=random).to(rows_BT1.device)
+        z_BTM = code.to(rows_BT1.device)[targets_BT] + sigma_B[:, None, None] * noise
+        spans = draw_spans(len(rows_BT1), tokens_BT.shape[1], self.task, random)
+        tokens_BT, sight = mask_spans(tokens_BT, spans, causal_sight_of(self.shape, tokens_BT))
+        logits = denoise(block, self.noise, tokens_BT, z_BTM, sigma_B, sight)
+        return cross_entropy(logits, rows_BT1)
+
+
+def causal_sight_of(shape: Shape, tokens_BT: Tensor) -> Sight:
+    """A causal pass over these tokens."""
+    return causal_sight(shape, tokens_BT.shape[1], tokens_BT.device)
+
+
+def draw_spans(rows: int, positions: int, task: Task, random: torch.Generator) -> Tensor:
+    """(rows, 2): start and end of each row's masked span; start = end where there is none."""
+    masked = torch.rand(rows, generator=random) < task.masked_share
+    longest = min(task.span, positions)
+    length = 2 + (torch.rand(rows, generator=random) * (longest - 1)).long()
+    start = (torch.rand(rows, generator=random) * (positions - length + 1)).long()
+    return torch.stack((start, start + length * masked), dim=1)
+
+
+def mask_spans(tokens_BT: Tensor, spans_B2: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
+    """Hides the bytes that a span must find, and lets its positions see each other.
+
+    Position t predicts byte t+1. A span of positions [start, end) knows byte `start` and must find
+    bytes start+1 .. end, so the inputs of positions start+1 .. end-1 become MASK. Its positions see
+    the clean prefix and each other both ways; later positions are ordinary.
+    """
+    spans_B2 = spans_B2.to(tokens_BT.device)
+    if bool((spans_B2[:, 0] == spans_B2[:, 1]).all()):
+        return tokens_BT, sight
+    at = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+    inside_BT = (at >= spans_B2[:, :1]) & (at < spans_B2[:, 1:])
+    hidden_BT = inside_BT & (at > spans_B2[:, :1])
+    causal_TT = at[:, None] >= at[None, :]
+    mask = causal_TT | (inside_BT[:, :, None] & inside_BT[:, None, :])
+    return tokens_BT.masked_fill(hidden_BT, MASK), Sight(sight.angles, mask[:, None])
+
+
+def cross_entropy(logits_BTV: Tensor, rows_BT1: Tensor) -> Tensor:
+    """Mean CE of every next byte, in nats."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), rows_BT1[:, 1:].flatten())
+
+
+def noise_key(*parts: int) -> int:
+    """One seed from several numbers, the same on every machine."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)

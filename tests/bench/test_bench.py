@@ -1,0 +1,39 @@
+"""The benchmarks measure what they say: their own arithmetic is checked against torch's count."""
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from blocktrain.bench import compute, memory
+from blocktrain.learning.model import Shape, new_block
+from blocktrain.learning.objective import Task
+
+
+def test_products_are_what_torch_counts() -> None:
+    shape = Shape(blocks=4, layers=2, width=128, heads=2, window=64)
+    for lookahead in (0, 1, 2):
+        task = Task(lookahead=lookahead)
+        step = compute.one_step(shape, task, positions=256)
+        with FlopCounterMode(display=False) as counter:
+            step()
+        counts = counter.get_flop_counts()["Global"]
+        products = sum(n for op, n in counts.items() if "mm" in str(op))
+        block = new_block(shape, 1, 0)
+        attention = 2 * 256 * shape.window * shape.width * shape.layers
+        passes = 3 + 1 + 2 * lookahead
+        ours = compute.step_products(shape, task, 256) + compute.muon_products(block)
+        assert products == ours - passes * attention
+
+
+def test_compute_reports_a_share_of_the_peak() -> None:
+    found = compute.measure(width=64, positions=512, repeats=3)
+    assert 0 < found.share_of_peak < 1.2
+    assert found.gemm_gflops > 0
+    assert found.threads == torch.get_num_threads()
+
+
+def test_a_worker_needs_a_part_of_the_end_to_end_memory() -> None:
+    """The promise of `bench memory`, at a size that takes seconds."""
+    found = memory.measure(width=512, layers=4, batch=2)
+    assert found.parameters_per_block > 12e6
+    assert found.neighbours_ratio <= 0.45
+    assert found.denoise_ratio <= 0.34

@@ -1,0 +1,75 @@
+"""What many tests share: a tiny shape and models whose every parameter is alive."""
+
+from collections.abc import Callable
+from typing import cast
+
+import hypothesis
+import pytest
+import torch
+
+from blocktrain.learning.model import Model, Objective, Shape, new_block
+from blocktrain.learning.noise import Noise
+
+# No deadline: a busy machine is no bug. 50 examples: all tests together stay within a minute.
+hypothesis.settings.register_profile("blocktrain", deadline=None, max_examples=50)
+hypothesis.settings.load_profile("blocktrain")
+
+MakeModel = Callable[[Shape], Model]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tiny tensors gain nothing from more, and bit-for-bit tests want it to be fixed."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def same_luck() -> None:
+    """Every test draws the same numbers in every run."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["neighbours", "denoise"])
+def objective(request: pytest.FixtureRequest) -> Objective:
+    return cast(Objective, request.param)
+
+
+@pytest.fixture
+def shape(objective: Objective) -> Shape:
+    """A tiny shape of each objective."""
+    return Shape(objective, blocks=3, layers=1, width=16, heads=2, window=12)
+
+
+@pytest.fixture(scope="session")
+def alive() -> MakeModel:
+    """Makes a model with random, non-zero parameters: heads, gates and norms included."""
+
+    def make(shape: Shape) -> Model:
+        random = torch.Generator().manual_seed(7)
+        blocks = [new_block(shape, index, seed=3) for index in range(shape.blocks)]
+        for block in blocks:
+            for parameter in block.parameters():
+                parameter.data += 0.2 * torch.randn(parameter.shape, generator=random)
+        return Model(shape, Noise(), [block.requires_grad_(False) for block in blocks])
+
+    return make
+
+
+@pytest.fixture
+def model(shape: Shape, alive: MakeModel) -> Model:
+    """A tiny, living model of each objective."""
+    return alive(shape)
+
+
+@pytest.fixture(scope="session")
+def sentence() -> Callable[[BaseException], str]:
+    """The error's message, which must be one sentence that also says what to do."""
+
+    def check(error: BaseException) -> str:
+        text = str(error)
+        assert "\n" not in text
+        assert text[-1] in ".?", text
+        assert ";" in text or " must " in text, f"says not what to do: {text}"
+        return text
+
+    return check

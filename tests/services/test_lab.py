@@ -1,0 +1,195 @@
+"""The lab: one process, the network's rules."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from blocktrain.aggregation.combine import Averaging
+from blocktrain.errors import BadConfig
+from blocktrain.learning.data import Corpus, open_corpus
+from blocktrain.learning.evaluate import evaluate
+from blocktrain.learning.files import load_model, same
+from blocktrain.learning.model import Shape
+from blocktrain.learning.objective import Task
+from blocktrain.learning.optimiser import Rates
+from blocktrain.services.lab import Lab, Pace, Run, Standings, Watch, experiment
+
+SMALL = Run(
+    shape=Shape(blocks=3, layers=1, width=32, heads=2, window=32),
+    pace=Pace(rounds=4, local_steps=3, batch=4),
+    averaging=Averaging(steady=0.5),
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A text with something to learn: words in a fixed order with random gaps."""
+    random = np.random.default_rng(0)
+    words = ["one ", "two ", "three ", "four\n", "five, ", "six. "]
+    text = "".join(words[i % 6] + " " * int(random.integers(0, 2)) for i in range(12_000))
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    path.write_text(text)
+    return open_corpus(str(path))
+
+
+def lab(run: Run, corpus: Corpus, folder: Path, **more: object) -> Lab:
+    return Lab(run, corpus, folder, CPU, **more)  # type: ignore[arg-type]
+
+
+def equal(a: Standings, b: Standings) -> bool:
+    return all(
+        same(x.snapshot, y.snapshot) and same(x.steady, y.steady)
+        for x, y in zip(a.blocks, b.blocks, strict=True)
+    )
+
+
+def test_a_run_is_a_function_of_its_settings(corpus: Corpus, tmp_path: Path) -> None:
+    _, one = lab(SMALL, corpus, tmp_path / "1", at_once=1).train()
+    _, two = lab(SMALL, corpus, tmp_path / "2", at_once=2).train()
+    assert equal(one, two)
+    _, other = lab(replace(SMALL, pace=replace(SMALL.pace, seed=1)), corpus, tmp_path / "3").train()
+    assert not equal(one, other)
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(corpus: Corpus, tmp_path: Path) -> None:
+    _, whole = lab(SMALL, corpus, tmp_path / "whole").train()
+
+    def interrupt(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lab(SMALL, corpus, tmp_path / "cut", watch=Watch(rounds=interrupt)).train()
+    resumed = lab(SMALL, corpus, tmp_path / "cut")
+    assert resumed.resume().round == 2
+    _, rest = resumed.train()
+    assert equal(whole, rest)
+    assert rest.history[-1]["ce_sample"] == whole.history[-1]["ce_sample"]
+
+
+def test_another_run_in_the_same_folder_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    lab(SMALL, corpus, tmp_path).train()
+    other = replace(SMALL, rates=Rates(matrix=0.01))
+    with pytest.raises(BadConfig, match="other settings"):
+        lab(other, corpus, tmp_path).train()
+
+
+def test_neighbours_are_the_steady_blocks_of_the_round_before(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """Changing a neighbour's snapshot must not move a block; changing its steady must."""
+    here = lab(SMALL, corpus, tmp_path)
+    now = here.advance(here.beginning())
+    plain = here.advance(now)
+    shifted = {name: value + 0.1 for name, value in now.blocks[1].steady.items()}
+
+    other_snapshot = replace_block(now, 1, snapshot=shifted)
+    assert same(here.advance(other_snapshot).blocks[0].snapshot, plain.blocks[0].snapshot)
+    assert same(here.advance(other_snapshot).blocks[2].snapshot, plain.blocks[2].snapshot)
+    other_steady = replace_block(now, 1, steady=shifted)
+    assert not same(here.advance(other_steady).blocks[0].snapshot, plain.blocks[0].snapshot)
+    assert not same(here.advance(other_steady).blocks[2].snapshot, plain.blocks[2].snapshot)
+    assert same(here.advance(other_steady).blocks[1].snapshot, plain.blocks[1].snapshot)
+
+
+def replace_block(now: Standings, index: int, **parts: object) -> Standings:
+    blocks = list(now.blocks)
+    blocks[index] = replace(blocks[index], **parts)  # type: ignore[arg-type]
+    return replace(now, blocks=blocks)
+
+
+def test_replicas_share_one_round(corpus: Corpus, tmp_path: Path) -> None:
+    """Two replicas with half the batch see the bytes of one, and end near it."""
+    two = replace(SMALL, pace=replace(SMALL.pace, replicas=2, batch=2))
+    here = lab(two, corpus, tmp_path)
+    one = lab(SMALL, corpus, tmp_path)
+    rows = [np.concatenate(pair) for pair in zip(*(
+        [rows for rows, _ in here.batches(slot, 1)] for slot in range(2)
+    ), strict=True)]  # fmt: skip
+    assert all(np.array_equal(a, b) for a, (b, _) in zip(rows, one.batches(0, 1), strict=True))
+    first = here.advance(here.beginning())
+    assert set(first.optimisers) == {(block, slot) for block in range(3) for slot in range(2)}
+    assert two.bytes_per_step == SMALL.bytes_per_step
+
+
+def test_outer_momentum_survives_a_restart(corpus: Corpus, tmp_path: Path) -> None:
+    run = replace(SMALL, averaging=Averaging(outer_rate=0.7, outer_momentum=0.9))
+    here = lab(run, corpus, tmp_path)
+    now = here.advance(here.advance(here.beginning()))
+    here.save(now)
+    assert equal(here.advance(here.resume()), here.advance(now))
+    assert now.blocks[0].momentum is not None
+
+
+def test_the_reference_is_the_same_code_with_one_deep_block(corpus: Corpus) -> None:
+    deep = SMALL.end_to_end(3)
+    assert (deep.shape.blocks, deep.shape.layers) == (1, 3)
+    assert deep.bytes_after(4) == SMALL.bytes_after(4)
+    two = replace(SMALL, pace=replace(SMALL.pace, replicas=2, batch=2)).end_to_end(3)
+    assert (two.pace.replicas, two.pace.batch) == (1, 4)
+
+
+@pytest.mark.parametrize("objective", ["neighbours", "denoise"])
+def test_an_experiment_learns_and_reports(
+    corpus: Corpus, tmp_path: Path, objective: Literal["neighbours", "denoise"]
+) -> None:
+    shape = replace(SMALL.shape, objective=objective, blocks=2)
+    run = replace(
+        SMALL,
+        shape=shape,
+        task=Task(lookahead=1, masked_share=0.2, span=8),
+        pace=Pace(rounds=12, local_steps=5, batch=8),
+    )
+    here = lab(run, corpus, tmp_path)
+    result = experiment(here, with_reference=True)
+    assert result.ce < 2.5  # ln 256 = 5.5 at the start
+    assert result.ce_reference is not None
+    assert result.ce_shallow is not None
+    assert result.gap == pytest.approx(result.ce - result.ce_reference)
+    assert result.bytes_seen == 12 * 5 * 8 * 32
+    assert len(result.per_block) == 2
+    again = load_model(tmp_path)
+    assert evaluate(again, corpus.test).ce == pytest.approx(result.ce, abs=1e-6)
+    assert (tmp_path / "reference" / "history.jsonl").read_text().count("\n") == 12
+
+
+def test_kill_minus_nine_loses_no_saved_round(corpus: Corpus, tmp_path: Path) -> None:
+    """A real process, killed at several instants while it saves after every round."""
+    text = tmp_path / "words.txt"
+    text.write_bytes(bytes(np.concatenate([corpus.train, corpus.valid, corpus.test])))
+    script = (
+        "import sys, torch; from pathlib import Path; from blocktrain.services import lab as l;"
+        "from blocktrain.learning.data import open_corpus; from blocktrain.learning.model import *;"
+        "l.SAVE_EVERY = 0.0; torch.set_num_threads(1);"
+        "run = l.Run(shape=Shape(blocks=2, width=32, heads=2, window=32),"
+        " pace=l.Pace(rounds=100000, local_steps=1, batch=1));"
+        "w = l.Watch(rounds=lambda d, t: print(d, flush=True), notes=1);"
+        f"l.Lab(run, open_corpus({str(text)!r}), Path({str(tmp_path / 'out')!r}),"
+        " torch.device('cpu'), w).train()"
+    )
+    reached = 0
+    for delay in (0.05, 0.13, 0.21):
+        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        began_at = int(child.stdout.readline())
+        assert began_at >= reached
+        while (seen := int(child.stdout.readline())) < began_at + 3:
+            pass
+        time.sleep(delay)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        saved = json.loads((tmp_path / "out" / "state.json").read_text())
+        assert saved["round"] >= seen - 1
+        reached = saved["round"]
