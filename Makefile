@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/first
 
-.PHONY: run test check format reference clean
+.PHONY: run test check proofs format reference clean
 
 run: $(VENV)/.ready  ## train the default model on WikiText-2, measure it, let it write
 	$(BIN)/blocktrain lab --out $(RUN) --reference-line docs/reference.jsonl
@@ -19,6 +19,9 @@ check: $(VENV)/.ready-dev  ## what pre-commit and CI check besides the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+proofs: $(VENV)/.ready-dev  ## the numbers of issue size: compute, memory, learning; about an hour
+	$(BIN)/pytest proofs --timeout 7200
 
 format: $(VENV)/.ready-dev  ## let ruff do what it can
 	$(BIN)/ruff check --fix .

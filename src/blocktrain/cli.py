@@ -46,6 +46,7 @@ def build() -> App:
         name="blocktrain",
         help="Strangers with ordinary machines train and serve one model together, a block each.",
         help_format="plaintext",
+        suppress_keyboard_interrupt=False,  # main says what Ctrl+C keeps
     )
     for name, (target, help_line) in COMMANDS.items():
         app.command(f"blocktrain.commands.{target}", name=name, help=help_line)

@@ -27,9 +27,9 @@ def load(path: Path, kind: type[T]) -> T:
 def read(path: Path) -> dict[str, Any]:
     """The plain table of a TOML file."""
     try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise BadConfig(f"There is no config at {path}; check the path.") from None
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadConfig(f"{path} cannot be read ({error.strerror}); check the path.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadConfig(f"{path} is not TOML ({error}); correct that line.") from None
 
@@ -41,6 +41,8 @@ def fill(kind: type[T], table: dict[str, Any], where: str) -> T:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
         raise BadConfig(f"{where}: {error}; correct that value.") from None
+    except BadConfig as error:
+        raise BadConfig(f"{where}: {error}") from None
 
 
 def refuse_unknown(kind: Any, table: dict[str, Any], where: str) -> None:

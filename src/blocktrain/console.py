@@ -81,18 +81,27 @@ def readable(value: Any) -> str:
 
 
 @contextmanager
-def bar(label: str) -> Iterator[Progress]:
-    """A progress bar on a terminal; nothing elsewhere."""
+def bars(*labels: str) -> Iterator[tuple[Progress, ...]]:
+    """Progress bars on a terminal, each shown once it has begun; nothing elsewhere."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=people, disable=not people.is_terminal, transient=True) as bars:
-        task = bars.add_task(label, total=None)
+    with Bars(*columns, console=people, disable=not people.is_terminal, transient=True) as shown:
 
-        def show(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total)
+        def showing(label: str) -> Progress:
+            task = shown.add_task(label, total=None, visible=False)
+            return lambda done, total: shown.update(
+                task, completed=done, total=total, visible=done < total
+            )
 
-        yield show
+        yield tuple(showing(label) for label in labels)
+
+
+@contextmanager
+def bar(label: str) -> Iterator[Progress]:
+    """One progress bar."""
+    with bars(label) as (progress,):
+        yield progress

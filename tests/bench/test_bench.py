@@ -1,5 +1,6 @@
 """The benchmarks measure what they say: their own arithmetic is checked against torch's count."""
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,10 +25,12 @@ def test_products_are_what_torch_counts() -> None:
         assert products == ours - passes * attention
 
 
-def test_compute_reports_a_share_of_the_peak() -> None:
-    found = compute.measure(width=64, positions=512, repeats=3)
-    assert 0 < found.share_of_peak < 1.2
-    assert found.gemm_gflops > 0
+def test_a_step_is_mostly_matrix_products() -> None:
+    """`make proofs` asks for 0.60 at 8,192 positions on a quiet machine; this guards the order."""
+    found = compute.measure(width=512, positions=2048, repeats=3)
+    assert 0.35 < found.share_of_peak < 1.1
+    assert found.share_without_muon < 1.1
+    assert found.step_gflops == pytest.approx(found.share_of_peak * found.gemm_gflops)
     assert found.threads == torch.get_num_threads()
 
 

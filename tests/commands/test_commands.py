@@ -1,11 +1,12 @@
 """The command line as people and programs use it: real processes, exit codes, last-line JSON."""
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -191,19 +192,37 @@ def test_a_config_file_gives_defaults_and_flags_win(text: Path, tmp_path: Path) 
 def test_ctrl_c_keeps_what_was_done(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = [sys.executable, "-m", "blocktrain", "lab", "--blocks", "2", "--width", "32"]
-    asked += ["--heads", "2", "--window", "32", "--rounds", "100000", "--local-steps", "1"]
-    asked += ["--data", str(text), "--out", str(out)]
+    asked += ["--heads", "2", "--window", "32", "--rounds", "2000", "--local-steps", "1"]
+    asked += ["--batch", "1", "--data", str(text), "--out", str(out)]
     child = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (out / "state.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.5)
-        if time.monotonic() > deadline - 52:  # it has trained for some seconds: stop it
-            child.send_signal(signal.SIGINT)
-            break
+    assert child.stderr is not None
+    assert "round   100" in child.stderr.readline()
+    child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "same command" in said
-    assert json.loads((out / "state.json").read_text())["round"] > 0
+    assert 100 <= json.loads((out / "state.json").read_text())["round"] < 2000
+
+
+def test_a_terminal_sees_a_progress_bar(text: Path, tmp_path: Path) -> None:
+    """A real terminal device; elsewhere no bar is drawn (see `made`, whose stderr is a pipe)."""
+    ours, theirs = pty.openpty()
+    asked = [sys.executable, "-m", "blocktrain", "lab", "--blocks", "2", "--width", "32"]
+    asked += ["--heads", "2", "--window", "32", "--rounds", "5", "--local-steps", "2"]
+    asked += ["--data", str(text), "--out", str(tmp_path / "out")]
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    child = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=theirs, env=terminal)
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when the child is
+        while piece := os.read(ours, 65536):
+            seen += piece
+    os.close(ours)
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == 0
+    assert "\u2501".encode() in seen
+    assert b"4/5" in seen
+    assert json.loads(out.splitlines()[-1])["ce"] > 0
 
 
 def test_help_needs_no_torch() -> None:

@@ -345,6 +345,8 @@ for kill in range(30):
         for m in models
     ]
     found.append(which.index(True))
+    if len(set(found[-4:])) == 1:
+        longest *= 1.3  # the machine has become slower: let a save get through
 save_model(models[0], folder)
 print(json.dumps({"found": found, "debris": debris, "left": len(list(folder.iterdir()))}))
 """

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blocktrain.errors import BadConfig
 from blocktrain.learning.model import (
+    CONDITION,
     MASK,
     START,
     VOCABULARY,
@@ -234,7 +235,7 @@ def test_gradients_are_those_of_finite_differences(model: Model) -> None:
 def test_a_new_denoise_layer_changes_nothing_as_its_gates_are_zero() -> None:
     shape = Shape("denoise", blocks=1, layers=2, width=16, heads=2, window=8)
     block = new_block(shape, 0, seed=0)
-    told, hidden = torch.randn(1, 1, 16), torch.randn(1, 8, 16)
+    told, hidden = torch.randn(1, 1, CONDITION), torch.randn(1, 8, 16)
     for layer in block.layers:
         assert torch.equal(layer(hidden, causal_sight(shape, 8), told), hidden)
 

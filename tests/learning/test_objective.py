@@ -16,7 +16,7 @@ from torch import Tensor
 from blocktrain.errors import BadConfig
 from blocktrain.learning import objective as module
 from blocktrain.learning.model import MASK, Block, Model, Shape, Sight, causal_sight, denoise
-from blocktrain.learning.noise import Noise, target_code
+from blocktrain.learning.noise import Noise, seed_of, target_code
 from blocktrain.learning.objective import (
     Denoise,
     Loader,
@@ -26,7 +26,6 @@ from blocktrain.learning.objective import (
     cross_entropy,
     draw_spans,
     mask_spans,
-    noise_key,
     objective_for,
 )
 
@@ -457,7 +456,7 @@ def test_cross_entropy_is_of_every_next_byte() -> None:
 
 
 def test_keys_are_the_same_on_every_machine_and_differ_in_every_part() -> None:
-    assert noise_key(1, 2, 3, 4, 5) == 8_931_086_815_356_491_135
-    keys = {noise_key(*parts) for parts in [(1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (3, 2, 1)]}
+    assert seed_of(1, 2, 3, 4, 5) == 8_931_086_815_356_491_135
+    keys = {seed_of(*parts) for parts in [(1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (3, 2, 1)]}
     assert len(keys) == 5
     assert all(0 <= key < 2**63 for key in keys)

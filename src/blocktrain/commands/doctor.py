@@ -33,7 +33,7 @@ def doctor(*, url: str | None = None, output: Out = PLAIN) -> None:
     place = next(each for each in (cache, *cache.parents) if each.exists())
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "device": str(device.choose()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from blocktrain import config
 from blocktrain.aggregation.combine import Averaging
-from blocktrain.console import PLAIN, Out, Output, bar
+from blocktrain.console import PLAIN, Out, bar, bars, print_json
 from blocktrain.learning import device
 from blocktrain.learning.data import open_corpus
 from blocktrain.learning.model import Shape
@@ -85,7 +85,7 @@ def lab(
     at_once = place.at_once or max(1, (os.cpu_count() or 1) // place.threads)
     with bar(f"opening {place.data}") as progress:
         corpus = open_corpus(place.data, progress)
-    with bar("rounds") as rounds, bar("test split") as evaluation:
+    with bars("rounds", "test split") as (rounds, evaluation):
         watch = Watch(rounds, evaluation, output.say, lambda row: output.say(spoken(row)))
         where = device.choose(place.device)
         studio = Lab(run.plain, corpus, out, where, watch, place.threads, at_once)
@@ -97,7 +97,9 @@ def lab(
         lines["reference"] = reference_line
     picture.curves(lines, out / "curve.png")
     output.say(f"model in {out}, plot in {out / 'curve.png'}")
-    Output(json=True).result(asdict(result), "Lab")
+    if not output.json:
+        output.result(asdict(result), "Test split, honest readout, nats per byte")
+    print_json(asdict(result))
 
 
 def spoken(row: dict[str, Any]) -> str:

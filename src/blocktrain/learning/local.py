@@ -15,7 +15,8 @@ from torch import Tensor
 from blocktrain.errors import BadModel
 from blocktrain.learning import device
 from blocktrain.learning.model import Block, Shape, empty_block
-from blocktrain.learning.objective import Objective, Recipe, noise_key
+from blocktrain.learning.noise import seed_of
+from blocktrain.learning.objective import Objective, Recipe
 from blocktrain.learning.optimiser import Optimiser, digest_of
 from blocktrain.terms import Digest, Parameters
 
@@ -117,7 +118,7 @@ def accumulate(
     for first in range(0, len(rows_BT1), micro):
         rows = rows_BT1[first : first + micro]
         part = None if features is None else features[first : first + micro]
-        key = noise_key(work.seed, work.slot, work.round, step, first)
+        key = seed_of(work.seed, work.slot, work.round, step, first)
         loss = objective.loss(block, rows, part, key) * (len(rows) / len(rows_BT1))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()

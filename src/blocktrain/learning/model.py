@@ -16,15 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktrain.errors import BadConfig
+from blocktrain.errors import BadConfig, BadInput
 from blocktrain.learning.kernels import rms_norm, rotate
-from blocktrain.learning.noise import Noise
+from blocktrain.learning.noise import Noise, seed_of
 
 VOCABULARY = 256
 MASK = 256  # the input of a byte that nobody knows yet (denoise only)
 START = 10  # a text begins as if after a newline, so that its first byte is predicted too
 EPSILON = 1e-6
 ROPE_BASE = 10_000.0
+SIGMA_FEATURES = 32
+CONDITION = 64  # sigma is one number: a wider code of it would add half a block of parameters
 
 Objective = Literal["neighbours", "denoise"]
 
@@ -166,7 +168,7 @@ class ModulatedLayer(nn.Module):
         self.attention = Attention(shape)
         self.mlp_norm = Norm(shape.width)
         self.mlp = SwiGLU(shape)
-        self.modulation = nn.Linear(shape.width, 6 * shape.width, bias=False)
+        self.modulation = nn.Linear(CONDITION, 6 * shape.width, bias=False)
         nn.init.zeros_(self.modulation.weight)
 
     def forward(self, x_BTD: Tensor, sight: Sight, told_B1D: Tensor) -> Tensor:
@@ -217,7 +219,7 @@ class DenoiseBlock(nn.Module):
         self.embed = nn.Embedding(VOCABULARY + 1, shape.width)  # one more for MASK
         self.z_in = linear(VOCABULARY, shape.width)
         self.told = nn.Sequential(
-            linear(SIGMA_FEATURES, shape.width), nn.SiLU(), linear(shape.width, shape.width)
+            linear(SIGMA_FEATURES, CONDITION), nn.SiLU(), linear(CONDITION, CONDITION)
         )
         self.layers = nn.ModuleList(ModulatedLayer(shape) for _ in range(shape.layers))
         self.head = Head(shape)
@@ -230,9 +232,6 @@ class DenoiseBlock(nn.Module):
             x_BTD = layer(x_BTD, sight, told_B1D)
         logits: Tensor = self.head(x_BTD)
         return logits
-
-
-SIGMA_FEATURES = 32
 
 
 def sigma_features(sigma_B: Tensor) -> Tensor:
@@ -248,7 +247,7 @@ Block = DecoderBlock | DenoiseBlock
 def new_block(shape: Shape, index: int, seed: int) -> Block:
     """Block `index` as it is before any training: a pure function of shape, index and seed."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed * 1_000_003 + index)
+        torch.manual_seed(seed_of(seed, index))
         return empty_block(shape, index)
 
 
@@ -282,6 +281,8 @@ class Cache:
 
     def sight(self, new: int, shape: Shape, device: torch.device) -> Sight:
         """The next `new` positions, each seeing everything before it and itself."""
+        if self.filled + new > self.length:
+            raise BadInput(f"The cache has {self.length} positions; begin a new one before more.")
         positions = torch.arange(self.filled, self.filled + new, device=device)
         mask = torch.arange(self.length, device=device)[None, :] <= positions[:, None]
         return Sight(rope_angles(positions, shape.width // shape.heads), mask, self)

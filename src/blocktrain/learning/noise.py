@@ -103,3 +103,8 @@ def target_code(seed: int) -> Tensor:
     normal = np.random.default_rng(seed).standard_normal((CODES, CODES))
     q, r = np.linalg.qr(normal)
     return torch.from_numpy((q * np.sign(np.diag(r))).astype(np.float32))
+
+
+def seed_of(*parts: int) -> int:
+    """One seed from several numbers, the same on every machine."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -207,8 +206,3 @@ def mask_spans(tokens_BT: Tensor, spans_B2: Tensor, sight: Sight) -> tuple[Tenso
 def cross_entropy(logits_BTV: Tensor, rows_BT1: Tensor) -> Tensor:
     """Mean CE of every next byte, in nats."""
     return F.cross_entropy(logits_BTV.flatten(0, 1), rows_BT1[:, 1:].flatten())
-
-
-def noise_key(*parts: int) -> int:
-    """One seed from several numbers, the same on every machine."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)

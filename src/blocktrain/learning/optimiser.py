@@ -39,8 +39,10 @@ class Rates:
     """Weight decay of matrices."""
 
     def __post_init__(self) -> None:
-        if not (self.matrix > 0 and self.other > 0):
-            raise BadConfig("Learning rates must be above 0.")
+        if not (0 < self.matrix < 10 and 0 < self.other < 10):
+            raise BadConfig("Learning rates (matrix, other) must be above 0 and below 10.")
+        if not (0 <= self.momentum < 1 and 0 <= self.final <= 1 and 0 <= self.decay < 1):
+            raise BadConfig("momentum and decay must be from 0 to below 1, final from 0 to 1.")
         if min(self.warmup, self.cooldown) < 0 or self.warmup + self.cooldown > 1:
             raise BadConfig("warmup and cooldown are shares of the run; together at most 1.")
 
