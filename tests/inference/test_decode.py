@@ -1,29 +1,25 @@
 """Generation: what the cache computes is what the model says."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from blocktrain.errors import BadConfig
 from blocktrain.inference.decode import Sampling, choose, feed, generate, new_cache
-from blocktrain.learning.model import START, Model, Shape, new_block
-from blocktrain.learning.noise import Noise
+from blocktrain.learning.model import START, Model, Objective, Shape
 
 
-def model(objective: str) -> Model:
-    shape = Shape(objective, blocks=2, width=32, heads=2, window=24)  # type: ignore[arg-type]
-    blocks = [new_block(shape, index, 7) for index in range(2)]
-    random = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for block in blocks:
-            for parameter in block.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=random))
-    return Model(shape, Noise(), blocks)
+@pytest.fixture
+def here(alive: Callable[[Shape], Model]) -> Model:
+    return alive(Shape(blocks=2, width=32, heads=2, window=24))
 
 
-@pytest.mark.parametrize("objective", ["neighbours", "denoise"])
-def test_greedy_text_is_what_full_passes_give(objective: str) -> None:
+def test_greedy_text_is_what_full_passes_give(
+    objective: Objective, alive: Callable[[Shape], Model]
+) -> None:
     """Byte by byte with a cache, beyond the window, against passes without any cache."""
-    here = model(objective)
+    here = alive(Shape(objective, blocks=2, width=32, heads=2, window=24))
     made = list(generate(here, b"hello", Sampling(temperature=0, length=40)))
     text = [START, *b"hello"]
     with torch.no_grad():
@@ -36,9 +32,7 @@ def test_greedy_text_is_what_full_passes_give(objective: str) -> None:
                 text = text[-12:]
 
 
-def test_a_seed_gives_a_text_and_another_seed_another() -> None:
-    here = model("neighbours")
-
+def test_a_seed_gives_a_text_and_another_seed_another(here: Model) -> None:
     def text(seed: int) -> list[int]:
         return list(generate(here, b"a", Sampling(temperature=1, top_p=1, seed=seed, length=30)))
 
@@ -46,8 +40,7 @@ def test_a_seed_gives_a_text_and_another_seed_another() -> None:
     assert text(1) != text(2)
 
 
-def test_a_prompt_longer_than_the_window_keeps_its_end() -> None:
-    here = model("neighbours")
+def test_a_prompt_longer_than_the_window_keeps_its_end(here: Model) -> None:
     greedy = Sampling(temperature=0, length=5)
     assert list(generate(here, b"x" * 100 + b"tail " * 6, greedy)) == list(
         generate(here, b"y" * 50 + b"tail " * 6, greedy)
@@ -74,8 +67,7 @@ def test_temperature_sharpens() -> None:
     assert share(0.2) > 0.85 > share(1.0) > 0.4
 
 
-def test_padding_rows_change_nothing() -> None:
-    here = model("neighbours")
+def test_padding_rows_change_nothing(here: Model) -> None:
     with torch.no_grad():
         cache = new_cache(here)
         feed(here, cache, [START, 1, 2])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktrain.errors import BadConfig
+from blocktrain.errors import BadConfig, BadInput
 from blocktrain.learning.model import (
     CONDITION,
     MASK,
@@ -322,3 +322,15 @@ def test_a_shape_that_cannot_be(wrong: dict[str, int], told: str, sentence: Sent
 def test_an_objective_that_does_not_exist() -> None:
     with pytest.raises(BadConfig, match="neither neighbours nor denoise"):
         Shape("dream")  # type: ignore[arg-type]
+
+
+def test_any_seed_that_data_takes_makes_a_block() -> None:
+    shape = Shape(blocks=1, width=16, heads=2)
+    largest = new_block(shape, 0, 2**64 - 1)
+    assert largest.get_parameter("layers.0.attention.q.weight").std() > 0
+
+
+def test_a_full_cache_says_so() -> None:
+    cache = Cache(rows=1, length=4)
+    with pytest.raises(BadInput, match="begin a new one"):
+        cache.sight(5, Shape(width=16, heads=2), torch.device("cpu"))

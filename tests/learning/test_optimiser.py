@@ -284,3 +284,22 @@ def test_a_digest_does_not_depend_on_memory_layout() -> None:
     turned = matrix.T.contiguous().T
     assert not turned.is_contiguous()
     assert digest_of({"m": matrix}) == digest_of({"m": turned})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"matrix": 0},
+        {"matrix": float("inf")},
+        {"other": -1},
+        {"momentum": 1.0},
+        {"momentum": float("nan")},
+        {"final": -1},
+        {"decay": -5},
+        {"warmup": 0.6, "cooldown": 0.6},
+        {"warmup": -0.1},
+    ],
+)
+def test_rates_that_make_no_sense(bad: dict[str, float]) -> None:
+    with pytest.raises(BadConfig):
+        Rates(**bad)

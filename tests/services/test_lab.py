@@ -22,7 +22,8 @@ from blocktrain.learning.files import load_model, same
 from blocktrain.learning.model import Shape
 from blocktrain.learning.objective import Task
 from blocktrain.learning.optimiser import Rates
-from blocktrain.services.lab import Lab, Pace, Run, Standings, Watch, experiment
+from blocktrain.services.lab import Lab, Standings, Watch, experiment
+from blocktrain.services.run import Pace, Run
 
 SMALL = Run(
     shape=Shape(blocks=3, layers=1, width=32, heads=2, window=32),
@@ -169,11 +170,12 @@ def test_kill_minus_nine_loses_no_saved_round(corpus: Corpus, tmp_path: Path) ->
     text = tmp_path / "words.txt"
     text.write_bytes(bytes(np.concatenate([corpus.train, corpus.valid, corpus.test])))
     script = (
-        "import sys, torch; from pathlib import Path; from blocktrain.services import lab as l;"
+        "import sys, torch; from pathlib import Path;"
+        "from blocktrain.services import lab as l, run as r;"
         "from blocktrain.learning.data import open_corpus; from blocktrain.learning.model import *;"
         "l.SAVE_EVERY = 0.0; torch.set_num_threads(1);"
-        "run = l.Run(shape=Shape(blocks=2, width=32, heads=2, window=32),"
-        " pace=l.Pace(rounds=100000, local_steps=1, batch=1));"
+        "run = r.Run(shape=Shape(blocks=2, width=32, heads=2, window=32),"
+        " pace=r.Pace(rounds=100000, local_steps=1, batch=1));"
         "w = l.Watch(rounds=lambda d, t: print(d, flush=True), notes=1);"
         f"l.Lab(run, open_corpus({str(text)!r}), Path({str(tmp_path / 'out')!r}),"
         " torch.device('cpu'), w).train()"

@@ -18,7 +18,8 @@ from blocktrain.learning.noise import Noise
 from blocktrain.learning.objective import Task
 from blocktrain.learning.optimiser import Rates
 from blocktrain.services import picture
-from blocktrain.services.lab import Lab, Pace, Run, Watch, experiment
+from blocktrain.services.lab import Lab, Watch, experiment
+from blocktrain.services.run import Pace, Run
 
 
 @dataclass(frozen=True)

@@ -159,19 +159,17 @@ class Layer(nn.Module):
         return out
 
 
-class ModulatedLayer(nn.Module):
+class ModulatedLayer(Layer):
     """A layer that is told sigma: AdaLN with zero-initialised gates, as in DiT."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.attention_norm = Norm(shape.width)
-        self.attention = Attention(shape)
-        self.mlp_norm = Norm(shape.width)
-        self.mlp = SwiGLU(shape)
+        super().__init__(shape)
         self.modulation = nn.Linear(CONDITION, 6 * shape.width, bias=False)
         nn.init.zeros_(self.modulation.weight)
 
-    def forward(self, x_BTD: Tensor, sight: Sight, told_B1D: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x_BTD: Tensor, sight: Sight, told_B1D: Tensor
+    ) -> Tensor:
         """One pass with shift, scale and gate for each half, read from what sigma says."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(told_B1D).chunk(6, dim=-1)
         inner = self.attention_norm(x_BTD) * (1 + scale1) + shift1

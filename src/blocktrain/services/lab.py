@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blocktrain.aggregation.combine import Averaging, Standing, combine
+from blocktrain.aggregation.combine import Standing, combine
 from blocktrain.errors import BadConfig, BadModel
-from blocktrain.learning.data import Corpus, Cursor, Plan, batches
+from blocktrain.learning.data import Corpus, Cursor, batches
 from blocktrain.learning.device import threads
 from blocktrain.learning.evaluate import SAMPLE, evaluate
 from blocktrain.learning.files import (
@@ -45,77 +45,12 @@ from blocktrain.learning.local import (
     parameters_of,
     train_locally,
 )
-from blocktrain.learning.model import Model, Shape, new_block
-from blocktrain.learning.noise import Noise
-from blocktrain.learning.objective import Loader, Recipe, Task, objective_for
-from blocktrain.learning.optimiser import Rates
+from blocktrain.learning.model import Model, new_block
+from blocktrain.learning.objective import Loader, objective_for
+from blocktrain.services.run import Run
 from blocktrain.terms import Parameters, Progress, silent
 
 SAVE_EVERY = 60.0  # seconds: at most this much work is lost to kill -9
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How much is trained, in which portions."""
-
-    rounds: int = 50
-    """Rounds; each block gets one new snapshot per round."""
-    local_steps: int = 20
-    """Steps a replica makes on its own in one round."""
-    replicas: int = 1
-    """Workers per block."""
-    batch: int = 8
-    """Windows per step and replica."""
-    micro: int = 2048
-    """Positions computed at once; the rest of a batch follows."""
-    seed: int = 0
-    """What is drawn at random follows from it."""
-
-    def __post_init__(self) -> None:
-        for name in ("rounds", "local_steps", "replicas", "batch", "micro"):
-            if getattr(self, name) < 1:
-                raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.seed < 0:
-            raise BadConfig(f"seed is {self.seed}; it must be 0 or more.")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training effort: the sections of its config."""
-
-    shape: Shape = field(default_factory=Shape)
-    task: Task = field(default_factory=Task)
-    noise: Noise = field(default_factory=Noise)
-    rates: Rates = field(default_factory=Rates)
-    averaging: Averaging = field(default_factory=Averaging)
-    pace: Pace = field(default_factory=Pace)
-
-    @property
-    def recipe(self) -> Recipe:
-        """What every replica must agree on."""
-        return Recipe(self.shape, self.task, self.noise, self.rates, self.pace.micro)
-
-    @property
-    def plan(self) -> Plan:
-        """What data each replica sees."""
-        pace = self.pace
-        return Plan(pace.seed, pace.replicas, pace.local_steps, pace.batch, self.shape.window)
-
-    @property
-    def bytes_per_step(self) -> int:
-        """Bytes that all replicas of a block train on in one step."""
-        return self.pace.replicas * self.pace.batch * self.shape.window
-
-    def bytes_after(self, rounds: int) -> int:
-        """Bytes each block has been trained on after so many rounds."""
-        return rounds * self.pace.local_steps * self.bytes_per_step
-
-    def end_to_end(self, layers: int) -> "Run":
-        """The ordinary model of this depth, on the same bytes in the same order."""
-        shape = replace(self.shape, objective="neighbours", blocks=1, layers=layers)
-        averaging = replace(self.averaging, outer_rate=1.0, outer_momentum=0.0)
-        pace = replace(self.pace, replicas=1, batch=self.pace.batch * self.pace.replicas)
-        return replace(self, shape=shape, averaging=averaging, pace=pace)
 
 
 @dataclass

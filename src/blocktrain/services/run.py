@@ -1,0 +1,75 @@
+"""What a run is: every setting, in the sections of its config."""
+
+from dataclasses import dataclass, field, replace
+
+from blocktrain.aggregation.combine import Averaging
+from blocktrain.errors import BadConfig
+from blocktrain.learning.data import Plan
+from blocktrain.learning.model import Shape
+from blocktrain.learning.noise import Noise
+from blocktrain.learning.objective import Recipe, Task
+from blocktrain.learning.optimiser import Rates
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much is trained, in which portions."""
+
+    rounds: int = 50
+    """Rounds; each block gets one new snapshot per round."""
+    local_steps: int = 20
+    """Steps a replica makes on its own in one round."""
+    replicas: int = 1
+    """Workers per block."""
+    batch: int = 8
+    """Windows per step and replica."""
+    micro: int = 2048
+    """Positions computed at once; the rest of a batch follows."""
+    seed: int = 0
+    """What is drawn at random follows from it."""
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "local_steps", "replicas", "batch", "micro"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.seed < 0:
+            raise BadConfig(f"seed is {self.seed}; it must be 0 or more.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training effort: the sections of its config."""
+
+    shape: Shape = field(default_factory=Shape)
+    task: Task = field(default_factory=Task)
+    noise: Noise = field(default_factory=Noise)
+    rates: Rates = field(default_factory=Rates)
+    averaging: Averaging = field(default_factory=Averaging)
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What every replica must agree on."""
+        return Recipe(self.shape, self.task, self.noise, self.rates, self.pace.micro)
+
+    @property
+    def plan(self) -> Plan:
+        """What data each replica sees."""
+        pace = self.pace
+        return Plan(pace.seed, pace.replicas, pace.local_steps, pace.batch, self.shape.window)
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that all replicas of a block train on in one step."""
+        return self.pace.replicas * self.pace.batch * self.shape.window
+
+    def bytes_after(self, rounds: int) -> int:
+        """Bytes each block has been trained on after so many rounds."""
+        return rounds * self.pace.local_steps * self.bytes_per_step
+
+    def end_to_end(self, layers: int) -> "Run":
+        """The ordinary model of this depth, on the same bytes in the same order."""
+        shape = replace(self.shape, objective="neighbours", blocks=1, layers=layers)
+        averaging = replace(self.averaging, outer_rate=1.0, outer_momentum=0.0)
+        pace = replace(self.pace, replicas=1, batch=self.pace.batch * self.pace.replicas)
+        return replace(self, shape=shape, averaging=averaging, pace=pace)
