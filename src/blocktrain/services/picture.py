@@ -25,16 +25,9 @@ def curves(histories: dict[str, Path], out: Path) -> None:
         rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
         seen = [row["bytes_seen"] / 1e6 for row in rows]
         ce = [row["ce_sample"] for row in rows]
-        axes.plot(seen, ce, **STYLES[name])
-        if ce:
-            axes.annotate(
-                f"{ce[-1]:.3f}",
-                (seen[-1], ce[-1]),
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-                color=STYLES[name]["color"],
-            )
+        style = STYLES[name]
+        if ce:  # the last value stands in the legend, where neighbouring lines cannot cover it
+            axes.plot(seen, ce, **{**style, "label": f"{style['label']}: {ce[-1]:.3f}"})
     axes.set_xlabel("MB seen by each block")
     axes.set_ylabel("CE, nats per byte (64 KiB sample of valid)")
     axes.grid(alpha=0.25)

@@ -1,0 +1,209 @@
+"""Every message between a worker, an owner and the coordinator, written as a spoken sentence.
+
+JSON on the wire, tagged by `say`. Unknown fields are refused, strings are bounded, and a body is
+refused by its length before it is read (MAX_MESSAGE). Tensors never travel in messages: they are
+blobs, named here by their digest.
+"""
+
+from typing import Annotated, TypeVar, Union
+
+import msgspec
+from msgspec import Meta
+
+from blocktrain.errors import BadInput, BlockTrainError
+from blocktrain.terms import Digest
+
+PROTOCOL = 1
+"""Changes when an old worker and a new coordinator would misunderstand each other."""
+MAX_MESSAGE = 256 * 1024  # bytes; the largest is a joined worker's config and block shapes
+
+Sha256 = Annotated[Digest, Meta(pattern="^[0-9a-f]{64}$")]
+WorkerId = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Signature = Annotated[str, Meta(pattern="^[0-9a-f]{128}$")]
+Name = Annotated[str, Meta(max_length=64, pattern=r"^[\w .@:+-]*$")]
+Sentence = Annotated[str, Meta(max_length=400)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+
+
+class OtherProtocol(BlockTrainError):
+    """The two sides speak different versions; the sentence says which one to upgrade."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="say"):
+    """Anything said over the wire."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """This is the run I keep, and this is how I speak."""
+
+    protocol: int
+    run: Sha256
+    coordinator: WorkerId
+    software: Name
+
+
+class Join(Message, frozen=True, tag="join"):
+    """I would like to work; this is who I am and what I have."""
+
+    protocol: int
+    worker: WorkerId
+    name: Name
+    memory: Count
+    device: Name
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a block: its name and its shape."""
+
+    name: Annotated[str, Meta(max_length=128)]
+    shape: Annotated[list[Annotated[int, Meta(ge=1, le=2**31)]], Meta(max_length=4)]
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """Welcome; this is what everyone in this run agrees on."""
+
+    run: Sha256
+    session: Annotated[str, Meta(max_length=128)]
+    """Bearer secret of every further request; it dies with the worker's membership."""
+    config: str
+    """The run's settings as JSON, for the learning code."""
+    data: Name
+    corpus: Sha256
+    corpus_served: bool
+    """Whether I serve the text myself."""
+    codec: Name
+    blocks: list[list[Tensor]]
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """What shall I do next?"""
+
+    worker: WorkerId
+    blocks: list[Count] | None = None
+    """Only these; None is any."""
+    seconds_per_step: Seconds | None = None
+
+
+class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One block's state after a round, by digest."""
+
+    block: Count
+    round: Count
+    digest: Sha256
+
+
+class Assignment(Message, frozen=True, tag="assignment"):
+    """Train this block from this snapshot beside these neighbours, and be back in time."""
+
+    block: Count
+    round: Count
+    slot: Count
+    steps: Count
+    snapshot: Version
+    neighbours: list[Version]
+    """Steady states; the worker's own block is not among them."""
+    bytes_before: Count
+    seconds_left: Seconds
+
+
+class Wait(Message, frozen=True, tag="wait"):
+    """There is nothing for you now; ask again after this."""
+
+    seconds: Seconds
+    why: Sentence
+
+
+class Finished(Message, frozen=True, tag="finished"):
+    """The run is over; thank you."""
+
+    why: Sentence
+
+
+class Update(Message, frozen=True, tag="update"):
+    """I trained this, from exactly that; the tensors are in the blob I sent before."""
+
+    worker: WorkerId
+    run: Sha256
+    block: Count
+    round: Count
+    slot: Count
+    base: Sha256
+    blob: Sha256
+    steps: Count
+    bytes_trained: Count
+    seconds: Seconds
+    loss: float
+    optimiser_before: Sha256
+    optimiser_after: Sha256
+
+
+class Receipt(Message, frozen=True, tag="receipt"):
+    """This is what became of your update, and I sign it."""
+
+    update: Sha256
+    worker: WorkerId
+    verdict: Annotated[str, Meta(pattern="^(taken|salvaged|refused)$")]
+    round: Count
+    """The round it counts in; 0 if refused."""
+    factor: float
+    """On its share: 1 if in time, less if late."""
+    why: Sentence
+
+
+class Alive(Message, frozen=True, tag="alive"):
+    """I am still at it."""
+
+    worker: WorkerId
+
+
+class Leave(Message, frozen=True, tag="leave"):
+    """I am going; give my place to somebody else."""
+
+    worker: WorkerId
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """I will not do that, and this is why."""
+
+    why: Sentence
+
+
+class Signed(Message, frozen=True, tag="signed"):
+    """A message as its exact bytes, and its author's signature over them."""
+
+    body: bytes
+    by: WorkerId
+    signature: Signature
+
+
+class Done(Message, frozen=True, tag="done"):
+    """I have done that."""
+
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as it travels."""
+    return msgspec.json.encode(message)
+
+
+def decode(body: bytes, *kinds: type[M]) -> M:
+    """Bytes from a stranger -> a message of one of these kinds, or a sentence."""
+    if len(body) > MAX_MESSAGE:
+        raise BadInput(f"The message has {len(body)} bytes; at most {MAX_MESSAGE} are read.")
+    try:
+        message: M = msgspec.json.decode(body, type=Union[kinds])  # noqa: UP007
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadInput(f"The message is not understood: {error}.") from None
+    return message
+
+
+def refuse_other_protocol(theirs: int, who: str) -> None:
+    """Raises, naming the side to upgrade, unless both speak the same version."""
+    if theirs != PROTOCOL:
+        older = who if theirs < PROTOCOL else "this side"
+        raise OtherProtocol(
+            f"Protocol {theirs} there, {PROTOCOL} here: upgrade blocktrain on {older}."
+        )
