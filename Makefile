@@ -28,8 +28,8 @@ format: $(VENV)/.ready-dev  ## let ruff do what it can
 	$(BIN)/ruff format .
 
 reference: $(VENV)/.ready  ## train the reference line of `make run`'s plot again (docs/reference.jsonl)
-	$(BIN)/blocktrain lab --out runs/reference --reference
-	cp runs/reference/reference/history.jsonl docs/reference.jsonl
+	$(BIN)/blocktrain lab --blocks 1 --layers 4 --out runs/reference
+	cp runs/reference/history.jsonl docs/reference.jsonl
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 run")'
