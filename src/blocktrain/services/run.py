@@ -15,7 +15,7 @@ from blocktrain.learning.optimiser import Rates
 class Pace:
     """How much is trained, in which portions."""
 
-    rounds: int = 50
+    rounds: int = 40
     """Rounds; each block gets one new snapshot per round."""
     local_steps: int = 20
     """Steps a replica makes on its own in one round."""
