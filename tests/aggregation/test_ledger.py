@@ -18,9 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blocktrain.aggregation import ledger as module
+from blocktrain.aggregation import sqlite as module
 from blocktrain.aggregation.ledger import (
-    MIGRATIONS,
     Assignment,
     BadLedger,
     Contradiction,
@@ -28,8 +27,6 @@ from blocktrain.aggregation.ledger import (
     Ledger,
     Receipt,
     RunRecord,
-    SqliteLedger,
-    SqliteTransaction,
     Token,
     TokenHash,
     Transaction,
@@ -39,6 +36,7 @@ from blocktrain.aggregation.ledger import (
     hash_of_token,
     new_token,
 )
+from blocktrain.aggregation.sqlite import MIGRATIONS, SqliteLedger, SqliteTransaction
 from blocktrain.errors import BadInput, CannotSave
 from blocktrain.terms import Digest
 
@@ -848,7 +846,8 @@ def test_a_backup_that_cannot_be_written(path: Path, sentence: Sentence) -> None
 WRITE_FOR_EVER = """
 import hashlib, os, sys, threading
 from pathlib import Path
-from blocktrain.aggregation.ledger import Receipt, SqliteLedger, Version
+from blocktrain.aggregation.ledger import Receipt, Version
+from blocktrain.aggregation.sqlite import SqliteLedger
 
 ledger, turn = SqliteLedger(Path(sys.argv[1])), sys.argv[2]
 worker = ledger.write(lambda t: t.workers()[0].id)
@@ -919,7 +918,7 @@ def test_kill_9_loses_nothing_that_was_written(path: Path) -> None:
 FILL = """
 import resource, sys
 from pathlib import Path
-from blocktrain.aggregation.ledger import SqliteLedger
+from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.errors import CannotSave
 
 folder, disk = Path(sys.argv[1]), sys.argv[2]
