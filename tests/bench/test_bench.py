@@ -36,7 +36,7 @@ def test_a_step_is_mostly_matrix_products() -> None:
 
 def test_a_worker_needs_a_part_of_the_end_to_end_memory() -> None:
     """The promise of `bench memory` at an eighth of its size, where what does not shrink with the
-    block (codes, logits, buffers) still weighs: 0.36 for both. `make proofs` holds 0.45 and 0.34."""
+    block (codes, logits, buffers) still weighs: 0.36 for both. `make proofs` holds 0.45, 0.34."""
     found = memory.measure(width=512, layers=4, batch=2, window=64)
     assert found.parameters_per_block > 12e6
     assert found.neighbours_ratio <= 0.45
