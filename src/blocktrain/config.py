@@ -67,7 +67,7 @@ def cache_folder() -> Path:
 def calm_threads() -> None:
     """Idle compute threads sleep instead of spinning. To be called before torch is imported.
 
-    Two threads on two cores, one of which is busy: 3.1 s a step when spinning, 0.4 s when sleeping.
+    On busy cores spinning threads hold up whoever has the work they wait for (LOG.md, 2026-11-15).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

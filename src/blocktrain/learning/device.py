@@ -48,7 +48,7 @@ def threads(count: int) -> Iterator[None]:
 def keep_freed_memory() -> None:
     """Lets glibc reuse large freed tensors instead of giving each back to the kernel.
 
-    Page faults of fresh tensors cost a training step about 10 % otherwise. No effect elsewhere.
+    Every fresh tensor costs page faults otherwise. No effect on other systems.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
