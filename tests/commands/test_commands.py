@@ -196,12 +196,12 @@ def test_ctrl_c_keeps_what_was_done(text: Path, tmp_path: Path) -> None:
     asked += ["--batch", "1", "--data", str(text), "--out", str(out)]
     child = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
-    assert "round   100" in child.stderr.readline()
+    assert "round   200" in child.stderr.readline()
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "same command" in said
-    assert 100 <= json.loads((out / "state.json").read_text())["round"] < 2000
+    assert 200 <= json.loads((out / "state.json").read_text())["round"] < 2000
 
 
 def test_a_terminal_sees_a_progress_bar(text: Path, tmp_path: Path) -> None:

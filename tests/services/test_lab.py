@@ -162,7 +162,7 @@ def test_an_experiment_learns_and_reports(
     assert len(result.per_block) == 2
     again = load_model(tmp_path)
     assert evaluate(again, corpus.test).ce == pytest.approx(result.ce, abs=1e-6)
-    assert (tmp_path / "reference" / "history.jsonl").read_text().count("\n") == 12
+    assert (tmp_path / "reference" / "history.jsonl").read_text().count("\n") == 10
 
 
 def test_kill_minus_nine_loses_no_saved_round(corpus: Corpus, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class Watch:
     evaluation: Progress = silent
     note: Callable[[str], None] = lambda text: None
     noted: Callable[[dict[str, Any]], None] = lambda row: None
-    notes: int = 20  # how often, in a whole run, CE of a sample is measured
+    notes: int = 10  # how often, in a whole run, CE of a sample is measured
 
 
 @dataclass
