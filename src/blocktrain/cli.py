@@ -13,6 +13,7 @@ from blocktrain import config, console
 from blocktrain.errors import BlockTrainError
 
 COMMANDS = {
+    "train": ("train:train", "Train a model with real workers on this machine, over HTTP."),
     "lab": ("lab:lab", "Train a model, one block at a time, in this process; no network."),
     "evaluate": ("model:evaluate", "Honest CE of a model, over every byte of a split."),
     "audit": ("model:audit", "Prove that no target reaches the model."),
@@ -20,6 +21,14 @@ COMMANDS = {
     "export": ("model:export", "Write the model as a standard architecture."),
     "compress": ("archive:compress", "Compress a file with the model's own probabilities."),
     "decompress": ("archive:decompress", "Give back the file that compress was given."),
+    "init": ("init:init", "Make a run for others to join."),
+    "coordinator": ("coordinator:coordinator", "Keep a run: rounds, updates, snapshots."),
+    "join": ("join:join", "Train one block of somebody's run."),
+    "status": ("owner:status", "How a run is doing."),
+    "pause": ("owner:pause", "Hold a run."),
+    "resume": ("owner:resume", "Let a paused run go on."),
+    "stop": ("owner:stop", "End a run when its open rounds are closed."),
+    "ban": ("owner:ban", "Take nothing more from a worker."),
     "doctor": ("doctor:doctor", "What this machine can do."),
 }
 GROUPS = {
@@ -28,6 +37,14 @@ GROUPS = {
         {
             "list": ("data:show", "The corpora known by name, and whether they are in the cache."),
             "fetch": ("data:fetch", "Fetch a corpus into the cache and check every byte."),
+        },
+    ),
+    "tokens": (
+        "Who may come in.",
+        {
+            "issue": ("owner:issue", "Make a token for somebody who wants to work."),
+            "revoke": ("owner:revoke", "Send away whoever comes with a token."),
+            "list": ("owner:tokens", "All tokens, by their hashes."),
         },
     ),
     "bench": (

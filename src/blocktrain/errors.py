@@ -9,7 +9,20 @@
     │   └── CannotExport       4   a model that has no standard form
     ├── BadArchive             5   a compressed file that cannot be opened here
     ├── CannotSave             6   the disk is full or read-only; what was there before still is
-    └── Leak                   7   the audit found that a target reached the model
+    ├── Leak                   7   the audit found that a target reached the model
+    ├── Unreachable            8   the other side does not answer
+    ├── NotAllowed             9   no token, a revoked one, a banned worker, a wrong fingerprint
+    ├── OtherProtocol         10   the two sides speak different versions
+    ├── BadRun                11   a run's folder that is missing, damaged, or in use
+    │   ├── BadLedger         11   its ledger is missing, damaged, or of a newer BlockTrain
+    │   └── BadBlob           11   what is stored is not what its digest says
+    │       └── NoBlob        11   nothing is stored under this digest
+    ├── BadKey                12   a key file that is missing, damaged, or open to others
+    └── Contradiction          1   what is to be written contradicts what is written
+    and, of what comes over the wire, below BadInput:
+        RefusedBlob                what was given is not what its digest says, or the digest is none
+        └── BlobTooLarge           it is longer than the limit
+        BadTensors                 a body that is not what its codec makes of the expected tensors
 
 The number is the exit code of the command line. 130 is Ctrl+C. Every message is one sentence that
 says what happened and what to do.
@@ -68,3 +81,61 @@ class Leak(BlockTrainError):
     """A target reached the model."""
 
     exit_code = 7
+
+
+class Unreachable(BlockTrainError):
+    """The other side does not answer."""
+
+    exit_code = 8
+
+
+class NotAllowed(BlockTrainError):
+    """No token, a revoked one, a banned worker, or a wrong fingerprint."""
+
+    exit_code = 9
+
+
+class OtherProtocol(BlockTrainError):
+    """The two sides speak different versions; the sentence says which one to upgrade."""
+
+    exit_code = 10
+
+
+class BadRun(BlockTrainError):
+    """A run's folder that is missing, damaged, or in use by another coordinator."""
+
+    exit_code = 11
+
+
+class BadLedger(BadRun):
+    """A ledger that is missing, damaged, or of a newer BlockTrain."""
+
+
+class BadBlob(BadRun):
+    """What is stored is not what its digest says."""
+
+
+class NoBlob(BadBlob):
+    """Nothing is stored under this digest."""
+
+
+class BadKey(BlockTrainError):
+    """A key file that is missing, damaged, or open to others."""
+
+    exit_code = 12
+
+
+class Contradiction(BlockTrainError):
+    """What is to be written contradicts what is written."""
+
+
+class RefusedBlob(BadInput):
+    """What was given is not what its digest says, or the digest is none."""
+
+
+class BlobTooLarge(RefusedBlob):
+    """The blob is longer than the limit."""
+
+
+class BadTensors(BadInput):
+    """A body that is not what its codec makes of the expected tensors."""

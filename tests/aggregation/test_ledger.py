@@ -21,8 +21,6 @@ from hypothesis import strategies as st
 from blocktrain.aggregation import sqlite as module
 from blocktrain.aggregation.ledger import (
     Assignment,
-    BadLedger,
-    Contradiction,
     Evaluation,
     Ledger,
     Receipt,
@@ -37,7 +35,7 @@ from blocktrain.aggregation.ledger import (
     new_token,
 )
 from blocktrain.aggregation.sqlite import MIGRATIONS, SqliteLedger, SqliteTransaction
-from blocktrain.errors import BadInput, CannotSave
+from blocktrain.errors import BadInput, BadLedger, CannotSave, Contradiction
 from blocktrain.terms import Digest
 
 Sentence = Callable[[BaseException], str]
@@ -61,6 +59,7 @@ def version(block: int, round: int) -> Version:
         steady=digest_of("steady", block, round),
         momentum=digest_of("momentum", block, round),
         residual=digest_of("residual", block, round),
+        delta=digest_of("delta", block, round) if round else None,
         manifest=digest_of("manifest", block, round) if round else None,
         closed=NOW + round,
     )
@@ -69,6 +68,7 @@ def version(block: int, round: int) -> Version:
 def receipt(number: int, block: int = 0, round: int = 1, worker: WorkerId = ANNA) -> Receipt:
     return Receipt(
         update=digest_of("update", number, block, round),
+        blob=digest_of("blob", number, block, round),
         worker=worker,
         block=block,
         round=round,
@@ -76,7 +76,7 @@ def receipt(number: int, block: int = 0, round: int = 1, worker: WorkerId = ANNA
         bytes_trained=1000 + number,
         verdict="taken",
         reason="",
-        signature=bytes([number % 256]) * 64,
+        signed=bytes([number % 256]) * 64,
         receipt=b"signed words",
         given=NOW + number,
     )
@@ -257,6 +257,8 @@ class LedgerContract:
             for slot, block, round in [(1, 0, 1), (0, 0, 1), (0, 1, 1), (0, 0, 2)]:
                 t.assign(assignment(slot, block, round))
             t.assign(replace(assignment(0), issued=NOW + 50))  # handed out again after a restart
+            t.assign(replace(assignment(1), steps=3))
+            t.assign(assignment(1))  # with more time again
             t.assign(replace(assignment(0), worker=BEN))  # a slot whose first worker was lost
             with pytest.raises(Contradiction) as error:
                 t.assign(replace(assignment(0), base=digest_of("other")))
@@ -295,6 +297,32 @@ class LedgerContract:
             anna = r.worker(ANNA)
         assert anna is not None
         assert anna.updates == 1
+
+    def test_what_a_banned_worker_gave_is_dropped_unless_it_is_in_a_snapshot(
+        self, ledger: Ledger
+    ) -> None:
+        with ledger.transaction() as t:
+            take_and_close(t, 0, 1)
+            t.give_receipt(receipt(0, round=2))
+            t.drop(receipt(0, round=2).update, NOW + 9)
+            t.drop(receipt(0, round=2).update, NOW + 10)
+            assert t.outstanding(0) == []
+            with pytest.raises(Contradiction):
+                t.close_round(version(0, 2), {receipt(0, round=2).update: 1.0}, b"2")
+            with pytest.raises(Contradiction):
+                t.drop(receipt(0, round=1).update, NOW)
+        with ledger.reading() as r:
+            standing = r.receipt(receipt(0, round=2).update)
+        assert standing == replace(receipt(0, round=2), dropped=NOW + 9)
+
+    def test_a_tally_of_what_became_of_updates(self, ledger: Ledger) -> None:
+        with ledger.transaction() as t:
+            assert t.tally() == {}
+            t.give_receipt(receipt(0))
+            t.give_receipt(replace(receipt(1), reason="It came late."))
+            t.give_receipt(replace(receipt(2), verdict="refused", reason="no"))
+            t.give_receipt(receipt(3, block=1))
+            assert t.tally() == {0: (1, 1, 1), 1: (1, 0, 0)}
 
     def test_closing_a_round_changes_everything_together(self, ledger: Ledger) -> None:
         late = receipt(7, round=1)
@@ -404,11 +432,12 @@ class LedgerContract:
             t.assign(assignment(0, 0, 6))
             t.give_receipt(receipt(0, round=6))
             t.give_receipt(replace(receipt(1, round=6), verdict="refused"))
-        kept = {RUN.corpus, receipt(0, round=6).update}
+        kept = {RUN.corpus, receipt(0, round=6).blob}
         for block, newest in ((0, 5), (1, 0)):
             kept |= {version(block, newest).momentum, version(block, newest).residual}  # type: ignore[arg-type]
         for block, round in ((0, 0), (1, 0), (0, 4), (0, 5)):
             kept |= {version(block, round).snapshot, version(block, round).steady}
+        kept |= {digest_of("delta", 0, round) for round in (4, 5)}
         kept |= {digest_of("manifest", 0, round) for round in range(1, 6)}
         kept |= set(assignment(0, 0, 6).neighbours.values())
         with ledger.reading() as r:
@@ -512,6 +541,7 @@ class LedgerContract:
         times = st.floats(0, 1e12)
         row = Receipt(
             update=digest_of(data.draw(st.integers())),
+            blob=digest_of(data.draw(st.integers())),
             worker=ANNA,
             block=data.draw(numbers),
             round=data.draw(numbers),
@@ -519,7 +549,7 @@ class LedgerContract:
             bytes_trained=data.draw(st.integers(0, 2**50)),
             verdict=data.draw(st.sampled_from(["taken", "refused"])),
             reason=data.draw(text),
-            signature=data.draw(st.binary(max_size=64)),
+            signed=data.draw(st.binary(max_size=64)),
             receipt=data.draw(st.binary(max_size=200)),
             given=data.draw(times),
         )
@@ -859,7 +889,7 @@ def receipts(thread):
     number = 0
     while True:
         update = hashlib.sha256(f"{turn} {thread} {number}".encode()).hexdigest()
-        receipt = Receipt(update, worker, 0, 1, thread, 10, "taken", "", b"s", b"r", 1.0)
+        receipt = Receipt(update, update, worker, 0, 1, thread, 10, "taken", "", b"s", b"r", 1.0)
         ledger.write(lambda t: t.give_receipt(receipt))
         say(f"taken {update}")
         number += 1
@@ -869,7 +899,7 @@ for thread in range(4):
 while True:
     with ledger.transaction() as t:
         round, taken = t.newest(0).round + 1, t.outstanding(0)
-        names = ["%064x" % round] * 5
+        names = ["%064x" % round] * 6
         shares = {receipt.update: 1 / len(taken) for receipt in taken}
         t.close_round(Version(0, round, *names, 1.0), shares, f"{round} {len(taken)}".encode())
     say(f"closed {round}")

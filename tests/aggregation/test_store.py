@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,14 +21,10 @@ from hypothesis import strategies as st
 
 from blocktrain.aggregation.store import (
     CHUNK,
-    BadBlob,
-    BlobTooLarge,
     FolderStore,
-    NoBlob,
-    RefusedBlob,
     Store,
 )
-from blocktrain.errors import BadInput, CannotSave
+from blocktrain.errors import BadBlob, BadInput, BlobTooLarge, CannotSave, NoBlob, RefusedBlob
 from blocktrain.terms import Digest
 
 Sentence = Callable[[BaseException], str]
@@ -153,6 +150,7 @@ class StoreContract:
             store.size,
             store.delete,
             store.open_range,
+            store.view,
             lambda digest: store.put([b""], limit=1, expected=digest),
         ]
         for ask in asks:
@@ -189,6 +187,32 @@ class StoreContract:
         first = next(reading)
         store.delete(digest)
         assert first + b"".join(reading) == body
+
+    def test_a_view_is_the_blob_and_cannot_be_written_to(self, store: Store) -> None:
+        body = random.Random(2).randbytes(CHUNK + 3)
+        view = store.view(store.put([body], limit=len(body)))
+        assert view == body
+        assert (view.format, view.ndim, view.readonly) == ("B", 1, True)
+        with pytest.raises(TypeError, match="read-only"):
+            view[0] = 1
+        assert len(store.view(store.put([], limit=0))) == 0
+
+    def test_a_view_of_what_is_not_there(self, store: Store, sentence: Sentence) -> None:
+        with pytest.raises(NoBlob) as error:
+            store.view(digest_of(b"nothing"))
+        assert digest_of(b"nothing") in sentence(error.value)
+        with store.group() as group:
+            settling = group.put([b"body"], limit=4)
+            with pytest.raises(NoBlob):
+                store.view(settling)
+        assert bytes(store.view(settling)) == b"body"
+
+    def test_a_view_survives_deletion(self, store: Store) -> None:
+        body = bytes(range(256)) * 1000
+        digest = store.put([body], limit=len(body))
+        view = store.view(digest)
+        store.delete(digest)
+        assert view == body
 
     def test_a_group_is_seen_at_its_end(self, store: Store) -> None:
         with store.group() as group:
@@ -329,6 +353,29 @@ def test_damage_is_noticed_and_healed_by_putting_again(
     assert digest in sentence(error.value)
     assert store.put([b"body"], limit=4, expected=digest) == digest
     assert store.get(digest) == b"body"
+
+
+def test_a_view_is_read_only_when_looked_at(folder: Path) -> None:
+    store = FolderStore(folder)
+    digest = store.put([bytes(MB)] * 64, limit=64 * MB)
+    tracemalloc.start()
+    view = store.view(digest)
+    assert view[63 * MB] == 0
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(view) == 64 * MB
+    assert most < MB // 10
+
+
+def test_a_view_of_what_cannot_be_read(folder: Path, sentence: Sentence) -> None:
+    store = FolderStore(folder)
+    digest = store.put([b"body"], limit=4)
+    file_of(folder, digest).unlink()
+    (folder / digest[0] / digest[1] / digest).mkdir()
+    with pytest.raises(BadBlob) as error:
+        store.view(digest)
+    assert type(error.value) is BadBlob
+    sentence(error.value)
 
 
 def test_what_a_killed_process_left_is_swept_unless_another_one_works_there(folder: Path) -> None:

@@ -16,19 +16,18 @@ from safetensors.torch import load_file, save_file
 
 import blocktrain
 from blocktrain.config import environment
+from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadModel, CannotSave
 from blocktrain.learning.files import (
     FORMAT,
     MAX_MANIFEST,
     from_parameters,
-    full_disk_is_clear,
     load_model,
     load_tensors,
     read_manifest,
     same,
     save_model,
     save_tensors,
-    write_atomically,
 )
 from blocktrain.learning.local import parameters_of
 from blocktrain.learning.model import Model, Shape
@@ -473,7 +472,7 @@ def test_a_file_where_the_folder_should_be(
 
 
 def test_other_errors_pass_through_as_they_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mine"), full_disk_is_clear(tmp_path):
+    with pytest.raises(ValueError, match="mine"), errors_are_clear(tmp_path):
         raise ValueError("mine")
 
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.errors import BadInput
+from blocktrain.errors import BadInput, OtherProtocol
 from blocktrain.terms import Digest
-from blocktrain.wire import messages
+from blocktrain.wire import messages, owner
 from blocktrain.wire.messages import (
     MAX_MESSAGE,
     PROTOCOL,
@@ -15,7 +15,6 @@ from blocktrain.wire.messages import (
     Finished,
     Hello,
     Message,
-    OtherProtocol,
     Receipt,
     Signed,
     Version,
@@ -28,7 +27,7 @@ from blocktrain.wire.messages import (
 D = Digest("ab" * 32)
 SPOKEN: list[Message] = [
     Hello(PROTOCOL, D, "cd" * 32, "blocktrain 0.1.0"),
-    Assignment(1, 2, 0, 20, Version(1, 1, D), [Version(0, 1, D)], 4096, 12.5),
+    Assignment(1, 2, 0, 20, Version(1, 1, D, D, D), [Version(0, 0, D, D, None)], 4096, 12.5),
     Wait(3.0, "every slot is taken"),
     Finished("all rounds are closed"),
     Receipt(D, "cd" * 32, "salvaged", 3, 0.5, "one round late"),
@@ -50,8 +49,8 @@ def test_an_answer_may_be_one_of_several() -> None:
 
 
 def test_every_message_is_a_sentence_with_its_own_tag() -> None:
-    kinds = [kind for kind in vars(messages).values() if is_message(kind)]
-    assert len(kinds) >= 13
+    kinds = {kind for room in (messages, owner) for kind in vars(room).values() if is_message(kind)}
+    assert len(kinds) >= 24
     tags = [kind.__struct_config__.tag for kind in kinds]
     assert len(set(tags)) == len(tags)
     assert all(str(kind.__doc__).rstrip().endswith((".", "?")) for kind in kinds)

@@ -14,11 +14,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.errors import CannotSave
+from blocktrain.errors import BadKey, CannotSave
 from blocktrain.wire.signing import (
     PRIME,
     WEAK,
-    BadKey,
     is_id,
     load_key,
     load_or_make_key,

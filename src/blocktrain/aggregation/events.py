@@ -38,6 +38,15 @@ class Submitted(Said, frozen=True):
     steps: int
 
 
+class Spoiled(Said, frozen=True):
+    """What this worker sent for its slot cannot be used: let someone else have the slot."""
+
+    worker: str
+    block: int
+    round: int
+    slot: int
+
+
 class Heard(Said, frozen=True):
     """I am still at it."""
 
@@ -81,7 +90,9 @@ class Stop(Said, frozen=True):
     """Finish what is under way, begin nothing new, and end."""
 
 
-Event = Asked | Submitted | Heard | Left | Banned | Combined | Tick | Pause | Resume | Stop
+Event = (
+    Asked | Submitted | Spoiled | Heard | Left | Banned | Combined | Tick | Pause | Resume | Stop
+)
 
 # --- verdicts: what became of an update ----------------------------------------------------------
 

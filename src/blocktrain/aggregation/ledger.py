@@ -1,8 +1,5 @@
 """What must survive kill -9: the run, its workers, tokens, assignments, receipts and versions.
 
-    Contradiction    what is to be written contradicts what is written
-    BadLedger        a ledger that is missing, damaged, or of a newer BlockTrain
-
 One row, one truth: a block's snapshot, steady, momentum and residual change together, in the one
 transaction that also gives the receipts their shares and keeps the state of the rounds.
 
@@ -24,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NewType, Protocol, TypeVar
 
-from blocktrain.errors import BlockTrainError
 from blocktrain.terms import Digest
 
 WorkerId = NewType("WorkerId", str)
@@ -35,14 +31,6 @@ Role = Literal["owner", "worker"]
 Verdict = Literal["taken", "refused"]
 
 T = TypeVar("T")
-
-
-class Contradiction(BlockTrainError):
-    """What is to be written contradicts what is written."""
-
-
-class BadLedger(BlockTrainError):
-    """A ledger that is missing, damaged, or of a newer BlockTrain."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +80,8 @@ class Version:
     steady: Digest
     momentum: Digest | None
     residual: Digest | None
+    delta: Digest | None
+    """What leads here from the snapshot before, in the run's codec. Round 0 has none."""
     manifest: Digest | None
     """The closed round's signed list of shares. Only round 0, which the owner made, has none."""
     closed: float
@@ -121,6 +111,8 @@ class Receipt:
 
     update: Digest
     """Of the update as signed, which names its worker, block, round and slot."""
+    blob: Digest
+    """Its tensors."""
     worker: WorkerId
     block: int
     round: int
@@ -128,14 +120,16 @@ class Receipt:
     bytes_trained: int
     verdict: Verdict
     reason: str
-    signature: bytes
-    """The worker's, of the update."""
+    signed: bytes
+    """The update as its worker signed and sent it."""
     receipt: bytes
     """As it was signed and sent."""
     given: float
     into_round: int | None = None
-    """The round whose snapshot holds the update: with `share`, all that is ever added."""
+    """The round whose snapshot holds the update."""
     share: float | None = None
+    dropped: float | None = None
+    """When it was dropped, since its worker was banned before it was combined."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +190,15 @@ class Reading(Protocol):
         ...
 
     def outstanding(self, block: int) -> list[Receipt]:
-        """Taken, but not yet in any snapshot; by round and slot."""
+        """Taken, not dropped, and not yet in any snapshot; by round and slot."""
         ...
 
     def combined(self, block: int, into_round: int) -> list[Receipt]:
         """What a snapshot was made of, in the order it was added: by round and slot."""
+        ...
+
+    def tally(self) -> dict[int, tuple[int, int, int]]:
+        """Of each block: updates taken in time, taken late, and refused, so far."""
         ...
 
     def state(self) -> bytes | None:
@@ -220,15 +218,19 @@ class Reading(Protocol):
     def blobs_in_use(self, rounds: int) -> set[Digest]:
         """What a store must keep so that the run can go on, be replayed and be checked.
 
-        The snapshots and steady copies of each block's last `rounds` versions and of round 0, the
-        newest momentum and residual, what open assignments build on, updates that are not in any
-        snapshot yet, all manifests, and the corpus.
+        The snapshots, steady copies and deltas of each block's last `rounds` versions and of round
+        0, the newest momentum and residual, what open assignments build on, updates that are not in
+        any snapshot yet, all manifests, and the corpus.
         """
         ...
 
 
 class Transaction(Reading, Protocol):
     """Changes that become true together, or not at all."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """All of what follows, or none of it, even if the caller goes on after an error."""
+        ...
 
     def begin_run(self, run: RunRecord) -> None:
         """Once in the life of a ledger."""
@@ -253,11 +255,15 @@ class Transaction(Reading, Protocol):
         ...
 
     def assign(self, assignment: Assignment) -> None:
-        """Written before it is handed out. The same one again is fine, another one is not."""
+        """Written before it is handed out; again with other steps, but never on another base."""
         ...
 
     def give_receipt(self, receipt: Receipt) -> Receipt:
         """The receipt that stands: this one, or the one which the same update got before."""
+        ...
+
+    def drop(self, update: Digest, now: float) -> None:
+        """An update that was taken will not be in any snapshot after all."""
         ...
 
     def close_round(self, version: Version, shares: Mapping[Digest, float], state: bytes) -> None:

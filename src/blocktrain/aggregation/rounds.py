@@ -32,6 +32,7 @@ from blocktrain.aggregation.events import (
     Ended,
     Event,
     Extended,
+    Freed,
     Heard,
     Left,
     Opened,
@@ -40,6 +41,7 @@ from blocktrain.aggregation.events import (
     Receipt,
     Refused,
     Resume,
+    Spoiled,
     Stop,
     Submitted,
     Tick,
@@ -132,6 +134,8 @@ def _apply(state: State, event: Event, now: float) -> Turn:
             return assign(state, event, now)
         case Submitted():
             return _submit(state, event, now)
+        case Spoiled():
+            return _spoil(state, event, now)
         case Heard(worker=worker):
             if worker in state.banned:
                 return state, ()
@@ -367,6 +371,19 @@ def _note_quorum(state: State, index: int, now: float) -> State:
     since = state.round_time(now) if phase.quorum_since is None else phase.quorum_since
     noted = since if own >= state.rules.quorum else None
     return with_block(state, index, phase=replace(phase, quorum_since=noted))
+
+
+def _spoil(state: State, spoiled: Spoiled, now: float) -> Turn:
+    """Frees the slot for good: whoever spoiled it does not get it back by asking again first."""
+    if not 0 <= spoiled.block < len(state.blocks) or spoiled.worker in state.banned:
+        return state, ()
+    state = heard(state, spoiled.worker, now)
+    seats = state.blocks[spoiled.block].seats
+    wanted = (spoiled.round, spoiled.slot, spoiled.worker)
+    gone = [it for it in seats if (it.round, it.slot, it.worker) == wanted]
+    freed = tuple(Freed(it.worker, spoiled.block, it.round, it.slot) for it in gone if it.held)
+    kept = tuple(it for it in seats if it not in gone)
+    return with_block(state, spoiled.block, seats=kept), freed
 
 
 def _ban(state: State, worker: str, now: float) -> Turn:

@@ -18,10 +18,9 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from blocktrain import disk
 from blocktrain.aggregation.ledger import (
     Assignment,
-    BadLedger,
-    Contradiction,
     Evaluation,
     Event,
     Reading,
@@ -36,8 +35,7 @@ from blocktrain.aggregation.ledger import (
     WorkerId,
     hash_of_token,
 )
-from blocktrain.aggregation.store import disk_errors_are_clear, sync
-from blocktrain.errors import BadInput, CannotSave
+from blocktrain.errors import BadInput, BadLedger, CannotSave, Contradiction
 from blocktrain.terms import Digest
 
 MOST_TOGETHER = 512  # pieces of work in one commit: a burst of 200 fits, and nobody waits for long
@@ -64,6 +62,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """CREATE TABLE versions (
             block INTEGER NOT NULL, round INTEGER NOT NULL,
             snapshot TEXT NOT NULL, steady TEXT NOT NULL, momentum TEXT, residual TEXT,
+            delta TEXT CHECK (delta IS NOT NULL OR round = 0),
             manifest TEXT CHECK (manifest IS NOT NULL OR round = 0), closed REAL NOT NULL,
             PRIMARY KEY (block, round)) WITHOUT ROWID""",
         """CREATE TABLE assignments (
@@ -74,18 +73,20 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             bytes_before INTEGER NOT NULL CHECK (bytes_before >= 0), issued REAL NOT NULL,
             PRIMARY KEY (block, round, slot, worker)) WITHOUT ROWID""",
         """CREATE TABLE receipts (
-            "update" TEXT PRIMARY KEY, worker TEXT NOT NULL REFERENCES workers (id),
+            "update" TEXT PRIMARY KEY, blob TEXT NOT NULL,
+            worker TEXT NOT NULL REFERENCES workers (id),
             block INTEGER NOT NULL, round INTEGER NOT NULL, slot INTEGER NOT NULL,
             bytes_trained INTEGER NOT NULL CHECK (bytes_trained >= 0),
             verdict TEXT NOT NULL CHECK (verdict IN ('taken', 'refused')), reason TEXT NOT NULL,
-            signature BLOB NOT NULL, receipt BLOB NOT NULL, given REAL NOT NULL,
-            into_round INTEGER, share REAL,
+            signed BLOB NOT NULL, receipt BLOB NOT NULL, given REAL NOT NULL,
+            into_round INTEGER, share REAL, dropped REAL,
             CHECK ((into_round IS NULL) = (share IS NULL)),
-            CHECK (verdict = 'taken' OR into_round IS NULL))""",
+            CHECK (dropped IS NULL OR into_round IS NULL),
+            CHECK (verdict = 'taken' OR (into_round IS NULL AND dropped IS NULL)))""",
         "CREATE INDEX receipts_by_round ON receipts (block, round, slot)",
         "CREATE INDEX receipts_by_snapshot ON receipts (block, into_round) WHERE verdict = 'taken'",
-        """CREATE TRIGGER receipts_stand BEFORE UPDATE OF "update", worker, block, round, slot,
-            bytes_trained, verdict, reason, signature, receipt, given ON receipts
+        """CREATE TRIGGER receipts_stand BEFORE UPDATE OF "update", blob, worker, block, round,
+            slot, bytes_trained, verdict, reason, signed, receipt, given ON receipts
             BEGIN SELECT RAISE (ABORT, 'a receipt stands as it was given'); END""",
         """CREATE TRIGGER receipts_combine_once BEFORE UPDATE ON receipts
             WHEN OLD.into_round IS NOT NULL
@@ -179,7 +180,7 @@ class SqliteReading:
     def outstanding(self, block: int) -> list[Receipt]:
         return self._many(
             Receipt,
-            "WHERE block = ? AND into_round IS NULL AND verdict = 'taken' "
+            "WHERE block = ? AND into_round IS NULL AND dropped IS NULL AND verdict = 'taken' "
             'ORDER BY round, slot, "update"',
             block,
         )
@@ -192,6 +193,15 @@ class SqliteReading:
             block,
             into_round,
         )
+
+    def tally(self) -> dict[int, tuple[int, int, int]]:
+        # A receipt for an update in time needs no reason.
+        rows = self._ask(
+            "SELECT block, SUM(verdict = 'taken' AND reason = ''), "
+            "SUM(verdict = 'taken' AND reason <> ''), SUM(verdict = 'refused') "
+            "FROM receipts GROUP BY block"
+        )
+        return {block: (taken, late, refused) for block, taken, late, refused in rows}
 
     def state(self) -> bytes | None:
         return next((bytes(row[0]) for row in self._ask("SELECT state FROM rounds")), None)
@@ -211,11 +221,11 @@ class SqliteReading:
         for version in self.versions():
             used.add(version.manifest)
             if version.round == 0 or version.round > newest[version.block] - rounds:
-                used |= {version.snapshot, version.steady}
+                used |= {version.snapshot, version.steady, version.delta}
             if version.round == newest[version.block]:
                 used |= {version.momentum, version.residual}
         for block, round in newest.items():
-            used |= {receipt.update for receipt in self.outstanding(block)}
+            used |= {receipt.blob for receipt in self.outstanding(block)}
             open_ones = "WHERE block = ? AND round > ?"
             for assignment in self._many(Assignment, open_ones, block, round):
                 used |= {assignment.base, *assignment.neighbours.values()}
@@ -291,7 +301,9 @@ class SqliteTransaction(SqliteReading):
         before = self._one(Assignment, where, *place)
         if before is None:
             self._add(assignment)
-        elif replace(before, issued=assignment.issued) != assignment:
+        elif replace(before, issued=assignment.issued, steps=assignment.steps) == assignment:
+            self._change(f"UPDATE assignments SET steps = ? {where}", assignment.steps, *place)
+        else:
             raise Contradiction(
                 f"Worker {assignment.worker} has another assignment for block {assignment.block}, "
                 f"round {assignment.round}, slot {assignment.slot}; hand out that one."
@@ -314,6 +326,15 @@ class SqliteTransaction(SqliteReading):
                 )
         return receipt
 
+    def drop(self, update: Digest, now: float) -> None:
+        self._change_one(
+            f"taken update {update} that is in no snapshot yet",
+            'UPDATE receipts SET dropped = COALESCE(dropped, ?) WHERE "update" = ? '
+            "AND verdict = 'taken' AND into_round IS NULL",
+            now,
+            update,
+        )
+
     def close_round(self, version: Version, shares: Mapping[Digest, float], state: bytes) -> None:
         newest = self.newest(version.block)
         if newest is None or version.round != newest.round + 1:
@@ -330,7 +351,8 @@ class SqliteTransaction(SqliteReading):
                 self._change_one(
                     f"taken update {update} of block {version.block} that is in no snapshot yet",
                     'UPDATE receipts SET into_round = ?, share = ? WHERE "update" = ? '
-                    "AND block = ? AND verdict = 'taken' AND into_round IS NULL",
+                    "AND block = ? AND verdict = 'taken' "
+                    "AND into_round IS NULL AND dropped IS NULL",
                     version.round,
                     share,
                     update,
@@ -473,13 +495,13 @@ class SqliteLedger:
     def backup(self, path: Path) -> None:
         part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         try:
-            with errors_are_clear(part), disk_errors_are_clear(part), self._reader() as source:
+            with errors_are_clear(part), disk.errors_are_clear(part), self._reader() as source:
                 with closing(sqlite3.connect(part)) as target:
                     source.backup(target)  # in one step: of one moment, and writers do not wait
                     target.execute("PRAGMA journal_mode = DELETE")  # one file, nothing beside it
-                sync(part)
+                disk.sync(part)
                 part.replace(path)
-                sync(path.absolute().parent)
+                disk.sync(path.absolute().parent)
         finally:
             part.unlink(missing_ok=True)
 

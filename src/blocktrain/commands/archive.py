@@ -4,9 +4,10 @@ from pathlib import Path
 
 from blocktrain import load
 from blocktrain.console import PLAIN, Out, bar
+from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadInput
 from blocktrain.learning import coding
-from blocktrain.learning.files import full_disk_is_clear, read_manifest, write_atomically
+from blocktrain.learning.files import read_manifest
 
 ENDING = ".bt"
 
@@ -32,7 +33,7 @@ def compress(file: Path, *, model: Path, out: Path | None = None, output: Out = 
     with bar("compressing") as progress:
         archive = coding.compress(opened, digest, text, progress)
     out = out or file.with_name(file.name + ENDING)
-    with full_disk_is_clear(out):
+    with errors_are_clear(out):
         write_atomically(out, archive)
     bits = 8 * len(archive) / max(1, len(text))
     found = {"out": str(out), "bytes": len(text), "archive_bytes": len(archive)}
@@ -58,7 +59,7 @@ def decompress(file: Path, *, model: Path, out: Path | None = None, output: Out 
     with bar("decompressing") as progress:
         text = coding.decompress(opened, digest, archive, progress)
     out = out or file.with_suffix("")
-    with full_disk_is_clear(out):
+    with errors_are_clear(out):
         write_atomically(out, text)
     output.result({"out": str(out), "bytes": len(text)}, "Decompressed")
 

@@ -1,7 +1,7 @@
 """blocktrain lab"""
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from blocktrain.learning.objective import Task
 from blocktrain.learning.optimiser import Rates
 from blocktrain.services import picture
 from blocktrain.services.lab import Lab, Watch, experiment
-from blocktrain.services.run import Pace, Run
+from blocktrain.services.run import Exchange, Pace, Run
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,14 @@ class RunFlags(Run):
         default_factory=Averaging
     )
     pace: Annotated[Pace, Parameter(name="*", group="Pace")] = field(default_factory=Pace)
+    exchange: Annotated[Exchange, Parameter(name="*", group="Exchange")] = field(
+        default_factory=Exchange
+    )
 
     @property
     def plain(self) -> Run:
         """The run without its flags."""
-        return Run(self.shape, self.task, self.noise, self.rates, self.averaging, self.pace)
+        return Run(**{one.name: getattr(self, one.name) for one in fields(Run)})
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Place:
     at_once: int | None = None
     """Replicas trained at the same time; as many as there are cores if not given."""
     config: Path | None = None
-    """A TOML file with the sections shape, task, noise, rates, averaging and pace."""
+    """A TOML file with the sections shape, task, noise, rates, averaging, pace and exchange."""
 
 
 FLAGS, PLACE = RunFlags(), Place()

@@ -107,6 +107,17 @@ def open_corpus(name_or_path: str, progress: Progress = silent) -> Corpus:
     return _corpus(path.resolve().name or str(path), _cut(text))
 
 
+def open_splits(name: str, folder: Path) -> Corpus:
+    """A corpus that lies in a folder as the files train, valid and test."""
+    return _corpus(name, [_mapped(folder / split) for split in SPLITS])
+
+
+def split_digests(corpus: Corpus) -> list[tuple[int, Digest]]:
+    """Length and sha256 of each split: what the corpus's digest is made of."""
+    parts = [corpus.split(name) for name in SPLITS]
+    return [(len(part), Digest(hashlib.sha256(part.data).hexdigest())) for part in parts]
+
+
 def batches(data: Text, plan: Plan, cursor: Cursor) -> Iterator[tuple[Rows, Cursor]]:
     """What is left of a slot's round, as (rows of shape (B, T + 1), cursor of the next batch)."""
     if not 0 <= cursor.slot < plan.slots:

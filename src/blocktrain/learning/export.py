@@ -15,8 +15,8 @@ import msgspec
 from safetensors.torch import save
 from torch import Tensor
 
+from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import CannotExport
-from blocktrain.learning.files import full_disk_is_clear, write_atomically
 from blocktrain.learning.model import EPSILON, ROPE_BASE, START, VOCABULARY, Model, Shape
 
 LAYER_NAMES = {
@@ -61,7 +61,7 @@ def export_hf(model: Model, folder: Path) -> None:
             "codes; export a model trained with --objective neighbours."
         )
     config = as_json(qwen3_config(model.shape))
-    with full_disk_is_clear(folder):
+    with errors_are_clear(folder):
         refuse_another(folder, config)
         folder.mkdir(parents=True, exist_ok=True)
         body = save(qwen3_tensors(model), metadata={"format": "pt"})

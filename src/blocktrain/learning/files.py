@@ -7,11 +7,8 @@ The manifest is replaced last and in one step, and block files are never overwri
 save is cut off, the manifest still names a complete older model.
 """
 
-import errno
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from blocktrain.config import fill
-from blocktrain.errors import BadConfig, BadModel, CannotSave
+from blocktrain.disk import errors_are_clear, write_atomically
+from blocktrain.errors import BadConfig, BadModel
 from blocktrain.learning.local import open_block, parameters_of
 from blocktrain.learning.model import Block, Model, Shape, empty_block
 from blocktrain.learning.noise import Noise
@@ -65,7 +63,7 @@ class Manifest:
 
 def save_model(model: Model, folder: Path, made: dict[str, Any] | None = None) -> Manifest:
     """Writes the model; the folder holds either the old model or the new one, never half."""
-    with full_disk_is_clear(folder):
+    with errors_are_clear(folder):
         folder.mkdir(parents=True, exist_ok=True)
         blocks = [
             write_block(folder, number, parameters_of(block))
@@ -184,7 +182,7 @@ def refuse_not_finite(tensors: dict[str, Tensor], path: Path) -> None:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Named tensors as one safetensors file, atomically."""
-    with full_disk_is_clear(path):
+    with errors_are_clear(path):
         write_atomically(path, save({k: v.contiguous() for k, v in tensors.items()}))
 
 
@@ -194,38 +192,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in load_file(path).items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise BadModel(f"{path} cannot be read ({error}); go back to an older state.") from None
-
-
-def write_atomically(path: Path, body: bytes) -> None:
-    """The file has its old content or the new one, even after kill -9 or loss of power."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(body)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-@contextmanager
-def full_disk_is_clear(path: Path) -> Iterator[None]:
-    """Turns the system's error for a full or read-only disk into a sentence."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        why = "The disk is full" if full else f"Cannot write ({error.strerror})"
-        raise CannotSave(
-            f"{why} at {path}; what was saved before is intact: free some space or choose another "
-            "folder, then run the same command again."
-        ) from None
 
 
 def from_parameters(shape: Shape, noise: Noise, parameters: list[Parameters]) -> Model:

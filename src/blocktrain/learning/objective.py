@@ -88,6 +88,14 @@ def objective_for(index: int, recipe: Recipe, neighbours: Sequence[Loader]) -> O
     return Neighbours(recipe.shape, recipe.task, neighbours[:index], downstream)
 
 
+def watched(index: int, recipe: Recipe) -> list[int]:
+    """The blocks whose steady copies the objective of block `index` opens."""
+    if recipe.shape.objective == "denoise":
+        return []
+    last = min(index + 1 + recipe.task.lookahead, recipe.shape.blocks)
+    return [each for each in range(last) if each != index]
+
+
 @dataclass
 class Neighbours:
     """Upstream features without gradient, and a loss taken downstream."""

@@ -24,18 +24,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blocktrain.aggregation.combine import Standing, combine
+from blocktrain.aggregation.combine import Kept, Part, combine
+from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadConfig, BadModel
 from blocktrain.learning.data import Corpus, Cursor, batches
 from blocktrain.learning.device import threads
 from blocktrain.learning.evaluate import SAMPLE, evaluate
 from blocktrain.learning.files import (
     from_parameters,
-    full_disk_is_clear,
     load_tensors,
     save_model,
     save_tensors,
-    write_atomically,
 )
 from blocktrain.learning.local import (
     Start,
@@ -49,7 +48,9 @@ from blocktrain.learning.model import Model, new_block
 from blocktrain.learning.objective import Loader, objective_for
 from blocktrain.services.run import Run
 from blocktrain.terms import Parameters, Progress, silent
+from blocktrain.wire import tensors
 
+PARTS = ("snapshot", "steady", "momentum", "residual")
 SAVE_EVERY = 60.0  # seconds: at most this much work is lost to kill -9
 
 
@@ -57,8 +58,10 @@ SAVE_EVERY = 60.0  # seconds: at most this much work is lost to kill -9
 class Standings:
     """All that changes while a run goes on."""
 
-    blocks: list[Standing]
+    blocks: list[Kept]
     optimisers: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    residuals: dict[tuple[int, int], Parameters] = field(default_factory=dict)
+    """What the codec lost of each replica's last update: it is added to the next one."""
     round: int = 0
     core_seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -136,19 +139,33 @@ class Lab:
         places = [(index, slot) for index in range(len(now.blocks)) for slot in range(replicas)]
         with threads(self.threads), ThreadPoolExecutor(self.at_once) as pool:
             done = dict(zip(places, pool.map(replica, places), strict=True))
-        blocks = []
+        blocks, residuals = [], {}
         for index, standing in enumerate(now.blocks):
-            updates = [done[index, slot][0] for slot in range(replicas)]
-            shares = [(update.change, update.bytes_trained) for update in updates]
-            blocks.append(combine(standing, shares, self.run.averaging))
+            parts = []
+            for slot in range(replicas):
+                update, at = done[index, slot][0], (index, slot)
+                change, lost = self.sent(update.change, now.residuals.get(at))
+                parts.append(Part(change.__getitem__, update.bytes_trained))
+                if lost is not None:
+                    residuals[at] = lost
+            blocks.append(combine(standing, parts, self.run.averaging, self.run.exchange.codec))
         return Standings(
             blocks,
             {at: optimiser for at, (_, optimiser) in done.items()},
+            residuals,
             number,
             now.core_seconds + time.process_time() - began,
             now.history,
             [update.loss for update, _ in done.values()],
         )
+
+    def sent(
+        self, change: Parameters, residual: Parameters | None
+    ) -> tuple[Parameters, Parameters | None]:
+        """What arrives of a change over the wire, and what the codec keeps back."""
+        codec = self.run.exchange.codec
+        body, lost = tensors.encode_with_residual(change, residual, codec)
+        return tensors.decode(body, codec, tensors.shapes_of(change)), lost
 
     def batches(self, slot: int, number: int) -> Iterator[tuple[NDArray[np.int64], Cursor]]:
         """The data of one slot in one round, the same for every block."""
@@ -201,19 +218,22 @@ class Lab:
     def save(self, now: Standings) -> None:
         """Writes everything needed to go on; the pointer `state.json` is replaced last."""
         name = f"state-{now.round}"
-        with full_disk_is_clear(self.folder):
+        with errors_are_clear(self.folder):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
             for index, standing in enumerate(now.blocks):
-                tensors = {
+                values = {
                     f"{part}.{key}": torch.from_numpy(value)
-                    for part in ("snapshot", "steady", "momentum")
+                    for part in PARTS
                     for key, value in (getattr(standing, part) or {}).items()
                 }
-                save_tensors(self.folder / name / f"block-{index}.safetensors", tensors)
+                save_tensors(self.folder / name / f"block-{index}.safetensors", values)
             for (index, slot), state in now.optimisers.items():
                 save_tensors(
                     self.folder / name / f"optimiser-{index}-{slot}.safetensors", copied(state)
                 )
+            for (index, slot), residual in now.residuals.items():
+                lost = {name: torch.from_numpy(value) for name, value in residual.items()}
+                save_tensors(self.folder / name / f"residual-{index}-{slot}.safetensors", lost)
             lines = b"".join(msgspec.json.encode(row) + b"\n" for row in now.history)
             write_atomically(self.folder / "history.jsonl", lines)
             body = Saved(self.identity, name, now.round, now.core_seconds)
@@ -244,13 +264,18 @@ class Lab:
                 for index in range(len(blocks))
                 for slot in range(self.run.pace.replicas if saved.round else 0)
             }
+            residuals = {
+                at: {name: value.numpy() for name, value in load_tensors(path).items()}
+                for at in optimisers
+                if (path := folder / "residual-{}-{}.safetensors".format(*at)).exists()
+            }
             lines = (self.folder / "history.jsonl").read_bytes().splitlines()
         except (msgspec.DecodeError, OSError) as error:
             raise BadModel(
                 f"{pointer} is damaged ({error}); choose another --out or remove the folder."
             ) from None
         history = [msgspec.json.decode(line) for line in lines]
-        return Standings(blocks, optimisers, saved.round, saved.core_seconds, history)
+        return Standings(blocks, optimisers, residuals, saved.round, saved.core_seconds, history)
 
     def beginning(self) -> Standings:
         """Every block as its seed makes it; the first steady one is the first snapshot."""
@@ -258,7 +283,7 @@ class Lab:
             parameters_of(new_block(self.run.shape, index, self.run.pace.seed))
             for index in range(self.run.shape.blocks)
         ]
-        return Standings([Standing(snapshot, snapshot) for snapshot in first])
+        return Standings([Kept(snapshot, snapshot) for snapshot in first])
 
 
 @dataclass(frozen=True)
@@ -276,13 +301,13 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def standing_of(tensors: dict[str, Tensor]) -> Standing:
+def standing_of(found: dict[str, Tensor]) -> Kept:
     """A block's standing from its file."""
     parts: dict[str, Parameters] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in found.items():
         part, name = key.split(".", 1)
         parts.setdefault(part, {})[name] = tensor.numpy()
-    return Standing(parts["snapshot"], parts["steady"], parts.get("momentum"))
+    return Kept(**parts)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from blocktrain.learning.model import Shape
 from blocktrain.learning.noise import Noise
 from blocktrain.learning.objective import Recipe, Task
 from blocktrain.learning.optimiser import Rates
+from blocktrain.wire.codecs import CODECS
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,18 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What moves between replicas and whoever combines their updates."""
+
+    codec: str = "fp32"
+    """Of updates and deltas: fp32, fp16, int8, int4 or int2."""
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise BadConfig(f"There is no codec '{self.codec}'; choose one of {', '.join(CODECS)}.")
+
+
+@dataclass(frozen=True)
 class Run:
     """One training effort: the sections of its config."""
 
@@ -46,6 +59,7 @@ class Run:
     rates: Rates = field(default_factory=Rates)
     averaging: Averaging = field(default_factory=Averaging)
     pace: Pace = field(default_factory=Pace)
+    exchange: Exchange = field(default_factory=Exchange)
 
     @property
     def recipe(self) -> Recipe:
@@ -72,4 +86,5 @@ class Run:
         shape = replace(self.shape, objective="neighbours", blocks=1, layers=layers)
         averaging = replace(self.averaging, outer_rate=1.0, outer_momentum=0.0)
         pace = replace(self.pace, replicas=1, batch=self.pace.batch * self.pace.replicas)
-        return replace(self, shape=shape, averaging=averaging, pace=pace)
+        plain = Exchange("fp32")
+        return replace(self, shape=shape, averaging=averaging, pace=pace, exchange=plain)

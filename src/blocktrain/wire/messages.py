@@ -1,4 +1,6 @@
-"""Every message between a worker, an owner and the coordinator, written as a spoken sentence.
+"""Every message between a worker and the coordinator, written as a spoken sentence.
+
+What an owner says is in wire/owner.py.
 
 JSON on the wire, tagged by `say`. Unknown fields are refused, strings are bounded, and a body is
 refused by its length before it is read (MAX_MESSAGE). Tensors never travel in messages: they are
@@ -10,7 +12,7 @@ from typing import Annotated, TypeVar, Union
 import msgspec
 from msgspec import Meta
 
-from blocktrain.errors import BadInput, BlockTrainError
+from blocktrain.errors import BadInput, OtherProtocol
 from blocktrain.terms import Digest
 
 PROTOCOL = 1
@@ -24,10 +26,6 @@ Name = Annotated[str, Meta(max_length=64, pattern=r"^[\w .@:+-]*$")]
 Sentence = Annotated[str, Meta(max_length=400)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-
-
-class OtherProtocol(BlockTrainError):
-    """The two sides speak different versions; the sentence says which one to upgrade."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="say"):
@@ -47,50 +45,54 @@ class Join(Message, frozen=True, tag="join"):
     """I would like to work; this is who I am and what I have."""
 
     protocol: int
+    run: Sha256
     worker: WorkerId
     name: Name
     memory: Count
     device: Name
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a block: its name and its shape."""
-
-    name: Annotated[str, Meta(max_length=128)]
-    shape: Annotated[list[Annotated[int, Meta(ge=1, le=2**31)]], Meta(max_length=4)]
-
-
 class Joined(Message, frozen=True, tag="joined"):
     """Welcome; this is what everyone in this run agrees on."""
 
-    run: Sha256
-    session: Annotated[str, Meta(max_length=128)]
+    charter: str
+    """As JSON; its sha256 is the run's name."""
+    session: Annotated[str, Meta(max_length=256)]
     """Bearer secret of every further request; it dies with the worker's membership."""
-    config: str
-    """The run's settings as JSON, for the learning code."""
-    data: Name
-    corpus: Sha256
-    corpus_served: bool
-    """Whether I serve the text myself."""
-    codec: Name
-    blocks: list[list[Tensor]]
+
+
+class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes that a worker has moved in this run, counted at its sockets, headers included."""
+
+    sent: Count = 0
+    received: Count = 0
 
 
 class Ask(Message, frozen=True, tag="ask"):
     """What shall I do next?"""
 
     worker: WorkerId
-    blocks: list[Count] | None = None
+    blocks: Annotated[list[Count], Meta(max_length=4096)] | None = None
     """Only these; None is any."""
     seconds_per_step: Seconds | None = None
+    traffic: Traffic = Traffic()
 
 
 class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One block's state after a round, by digest."""
+    """What one block was after a round, by digest."""
 
     block: Count
     round: Count
-    digest: Sha256
+    snapshot: Sha256
+    steady: Sha256
+    delta: Sha256 | None
+    """Leads here from the snapshot of the round before; round 0 has none."""
+
+
+class Versions(Message, frozen=True, tag="versions"):
+    """These are the versions you asked for, oldest first."""
+
+    versions: list[Version]
 
 
 class Assignment(Message, frozen=True, tag="assignment"):
@@ -100,9 +102,10 @@ class Assignment(Message, frozen=True, tag="assignment"):
     round: Count
     slot: Count
     steps: Count
-    snapshot: Version
+    base: Version
+    """Of the worker's own block: its snapshot is where training begins."""
     neighbours: list[Version]
-    """Steady states; the worker's own block is not among them."""
+    """Of all other blocks: their steady copies are what is trained beside."""
     bytes_before: Count
     seconds_left: Seconds
 
@@ -155,12 +158,14 @@ class Alive(Message, frozen=True, tag="alive"):
     """I am still at it."""
 
     worker: WorkerId
+    traffic: Traffic = Traffic()
 
 
 class Leave(Message, frozen=True, tag="leave"):
     """I am going; give my place to somebody else."""
 
     worker: WorkerId
+    traffic: Traffic = Traffic()
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -175,6 +180,27 @@ class Signed(Message, frozen=True, tag="signed"):
     body: bytes
     by: WorkerId
     signature: Signature
+
+
+class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One update's part in a snapshot."""
+
+    update: Sha256
+    worker: WorkerId
+    bytes_trained: Count
+    factor: float
+
+
+class Closed(Message, frozen=True, tag="closed"):
+    """This round is closed: its snapshot is made of these updates, added in this order."""
+
+    run: Sha256
+    block: Count
+    round: Count
+    snapshot: Sha256
+    steady: Sha256
+    delta: Sha256
+    shares: list[Share]
 
 
 class Done(Message, frozen=True, tag="done"):

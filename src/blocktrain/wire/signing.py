@@ -5,7 +5,6 @@ Ed25519 reads what it signs twice and keeps it in memory: sign the digest of a l
 
 import os
 import re
-import secrets
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
     Ed25519PublicKey,
 )
 
-from blocktrain.errors import BlockTrainError, CannotSave
+from blocktrain.disk import errors_are_clear, write_atomically
+from blocktrain.errors import BadKey
 
 PublicId = NewType("PublicId", str)
 """A public key as 64 lower-case hex digits: one key, one id."""
@@ -32,10 +32,6 @@ ID = re.compile("[0-9a-f]{64}")
 PRIME = 2**255 - 19
 Y8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
 WEAK = {0, 1, PRIME - 1, Y8, PRIME - Y8}
-
-
-class BadKey(BlockTrainError):
-    """A key file that is missing, damaged, or open to others."""
 
 
 @dataclass(frozen=True)
@@ -106,29 +102,11 @@ def save_key(key: Key, path: Path) -> None:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    try:
-        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with errors_are_clear(path):
         try:
-            os.write(file, body)
-            os.fsync(file)
-        finally:
-            os.close(file)
-        os.link(part, path)  # unlike a rename, this fails if there is one
-        folder = os.open(path.absolute().parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except FileExistsError:
-        raise BadKey(f"There is a key at {path} already; use it, or move it away.") from None
-    except OSError as error:
-        raise CannotSave(
-            f"Cannot write the key to {path} ({error.strerror}); free some space or choose another "
-            "folder."
-        ) from None
-    finally:
-        part.unlink(missing_ok=True)
+            write_atomically(path, body, mode=0o600, replace=False)
+        except FileExistsError:
+            raise BadKey(f"There is a key at {path} already; use it, or move it away.") from None
 
 
 def load_key(path: Path) -> Key:

@@ -1,0 +1,135 @@
+"""blocktrain coordinator: keeps a run over HTTP, for as long as it takes. Imports no torch."""
+
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import uvicorn
+from cyclopts import Parameter
+
+from blocktrain.aggregation.folder import RunFolder
+from blocktrain.console import PLAIN, Out, print_json
+from blocktrain.errors import BadInput
+from blocktrain.services.coordinator import Coordinator
+from blocktrain.wire.owner import Point
+
+KEEP_ALIVE = 75  # seconds; a worker that trains for a minute keeps its connection
+HEADERS_AT_MOST = 16 * 1024  # bytes
+GOOD_BYE = 3  # seconds that open requests have when the coordinator stops
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where the coordinator listens."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 is every one of this machine."""
+    port: int = 8765
+    """0 is any free one."""
+    base_path: str = ""
+    """What a reverse proxy puts before every path, if it keeps it."""
+    tls_cert: Path | None = None
+    """Your own certificate chain (PEM)."""
+    tls_key: Path | None = None
+    """Its key (PEM)."""
+
+
+LISTEN = Listen()
+
+
+def coordinator(
+    folder: Path,
+    *,
+    listen: Annotated[Listen, Parameter(name="*")] = LISTEN,
+    reference_line: Path | None = None,
+    log: Literal["text", "json"] = "text",
+    output: Out = PLAIN,
+) -> None:
+    """Keep a run: open and close rounds, take updates, make snapshots. Stop it as you like.
+
+    Parameters
+    ----------
+    folder: Path
+        What `blocktrain init` made.
+    reference_line: Path
+        The history.jsonl of a reference, for the dashboard.
+    log: str
+        How to log: text for people, json for machines.
+    """
+    log_as(log)
+    with RunFolder(folder) as run, listening(listen) as (sock, url):
+        corpus = run.corpus if run.charter.corpus_served else None
+        app = Coordinator(run.keeper(), corpus, points(reference_line)).app(listen.base_path)
+        if output.json:
+            print_json({"url": url, "run": run.id})
+        output.say(f"run {run.id[:16]} at {url}: dashboard there; workers: blocktrain join {url}")
+        uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=GOOD_BYE,
+                h11_max_incomplete_event_size=HEADERS_AT_MOST,
+                ssl_certfile=listen.tls_cert,
+                ssl_keyfile=listen.tls_key,
+            )
+        ).run(sockets=[sock])
+
+
+@contextmanager
+def listening(where: Listen) -> Iterator[tuple[socket.socket, str]]:
+    """A socket that listens, and how to reach it."""
+    try:
+        sock = socket.create_server((where.host, where.port), backlog=1024)
+    except OSError as error:
+        raise BadInput(
+            f"Cannot listen at {where.host}:{where.port} ({error.strerror}); choose another --port."
+        ) from None
+    scheme = "https" if where.tls_cert else "http"
+    host = f"[{where.host}]" if ":" in where.host else where.host
+    base = where.base_path.strip("/")
+    url = f"{scheme}://{host}:{sock.getsockname()[1]}" + (f"/{base}" if base else "")
+    with sock:
+        yield sock, url
+
+
+def points(path: Path | None) -> list[Point]:
+    """A reference line from its history."""
+    if path is None:
+        return []
+    try:
+        rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+        return [Point(0.0, row["bytes_seen"], row["ce_sample"]) for row in rows]
+    except (OSError, msgspec.DecodeError, KeyError) as error:
+        raise BadInput(f"{path} is no history of a reference ({error}); check it.") from None
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """What a log collector reads."""
+        line: dict[str, Any] = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "from": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def log_as(how: str) -> None:
+    """Sends the log to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if how == "json" else plain)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -1,0 +1,61 @@
+"""blocktrain join: give a block some of this machine's time."""
+
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import platformdirs
+from cyclopts import Parameter
+
+from blocktrain.console import PLAIN, Out, bar
+from blocktrain.services.worker import Wishes, Worker
+from blocktrain.wire.link import Link
+
+WISHES = Wishes()
+
+
+def join(
+    url: str,
+    *,
+    token: str,
+    folder: Path | None = None,
+    wishes: Annotated[Wishes, Parameter(name="*")] = WISHES,
+    output: Out = PLAIN,
+) -> None:
+    """Train one block of somebody's run, over outbound HTTP only.
+
+    Ctrl+C submits what was trained so far and leaves; a second one leaves at once. The next start
+    goes on, also after kill -9.
+
+    Parameters
+    ----------
+    url: str
+        Where the coordinator is.
+    token: str
+        What its owner gave you.
+    folder: Path
+        Where this worker keeps its identity and its blocks; one folder is one worker.
+    """
+    home = folder or Path(platformdirs.user_data_dir("blocktrain")) / "worker"
+    link = Link(url, wishes.limits)
+    link.note = output.say
+    with bar("text") as progress:
+        worker = Worker(link, token, home, wishes, output.say, progress)
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            if worker.leaving.is_set():
+                os._exit(130)
+            output.say("Leaving after this step; once more to leave at once.")
+            worker.leaving.set()
+            link.stop.set()
+
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, leave)
+        gave = worker.work()
+    moved = worker.traffic()
+    link.close()
+    told = {**asdict(gave), "bytes_sent": moved.sent, "bytes_received": moved.received}
+    output.result(told, "What you gave; thank you")

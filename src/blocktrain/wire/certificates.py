@@ -1,0 +1,444 @@
+"""The run's own certificate authority: who is who on the run's links, with nobody else's help.
+
+The authority and the coordinator's certificate use ECDSA P-256, not Ed25519, because people open
+the dashboard with browsers. Tried with Chromium 155: an Ed25519 server ends in
+ERR_SSL_VERSION_OR_CIPHER_MISMATCH, a P-256 server below an Ed25519 authority in ERR_CERT_INVALID,
+and neither can be clicked away; P-256 for both gives the usual warning, and then the page opens.
+
+Members (workers and stages) meet no browser: theirs carry the Ed25519 key of wire/signing.py, so
+whoever signs an update as X is the only one who can open a link as X. Nothing is ever revoked: a
+member's certificate lives for 30 days, and whoever serves asks the ledger about `peer_id`.
+"""
+
+import hashlib
+import ipaddress
+import os
+import re
+import socket
+import ssl
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from http.client import HTTPException, HTTPSConnection
+from pathlib import Path
+from threading import Timer
+from typing import NamedTuple, cast
+from urllib.parse import urlsplit
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from blocktrain.disk import errors_are_clear, write_atomically
+from blocktrain.errors import BadInput, BadKey, NotAllowed, Unreachable
+from blocktrain.wire.signing import PublicId, is_id
+
+MAX_PEM = 16 * 1024  # bytes of a file or an answer; an authority's certificate has about 600
+AUTHORITY_PATH = "/v1/authority"  # where the coordinator shows Authority.pem to everybody
+AUTHORITY_LIFE = timedelta(days=3653)  # longer than a run: a new one has a new fingerprint
+SERVER_LIFE = timedelta(days=397)
+MEMBER_LIFE = timedelta(days=30)
+RENEW_BEFORE = timedelta(days=30)
+BACKDATED = timedelta(hours=14)  # a clock that takes local time for UTC is off by up to 14 hours
+MEMBER_URI = "blocktrain:worker:"
+LABEL = "(?!-)[a-z0-9_-]{1,63}(?<!-)"
+HOST = re.compile(rf"(?=.{{1,253}}\Z)({LABEL}\.)*(?!\d+\Z){LABEL}")
+SERVES, ASKS = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+# A key proves who its holder is (the first flag) or signs certificates and their lists (6, 7).
+PROVES = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
+CERTIFIES = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+UNUSABLE = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm)
+
+Public = ec.EllipticCurvePublicKey | Ed25519PublicKey
+
+
+class Papers(NamedTuple):
+    """What one shows to prove who one is: a certificate's file and its key's file."""
+
+    certificate: Path
+    key: Path
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Whoever holds this says who belongs to the run."""
+
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
+
+    @property
+    def pem(self) -> bytes:
+        """The certificate, for everybody to see."""
+        return self.certificate.public_bytes(Encoding.PEM)
+
+    @property
+    def fingerprint(self) -> str:
+        """The sha256 by which a stranger knows this authority; `shown` writes it for people."""
+        return hashlib.sha256(self.certificate.public_bytes(Encoding.DER)).hexdigest()
+
+    def server_certificate(
+        self, hosts: Sequence[str], folder: Path, now: datetime | None = None
+    ) -> Papers:
+        """The coordinator's papers in that folder; new ones if these end soon or name others."""
+        now = now or datetime.now(UTC)
+        papers = server_papers(folder)
+        with suppress(BadKey, *UNUSABLE):  # whatever is wrong, new ones are right
+            body = read(papers.certificate)
+            old = x509.load_pem_x509_certificate(body)
+            old.verify_directly_issued_by(self.certificate)
+            named = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            if (
+                old.public_key() == read_key(papers.key).public_key()
+                and set(named) == set(names_of(hosts))
+                and old.not_valid_before_utc <= now < old.not_valid_after_utc - RENEW_BEFORE
+                and body == old.public_bytes(Encoding.PEM) + self.pem
+            ):
+                return papers
+        return self.issue_server(hosts, folder, now)
+
+    def issue_server(
+        self, hosts: Sequence[str], folder: Path, now: datetime | None = None
+    ) -> Papers:
+        """New papers for a server that is reached under these names and addresses.
+
+        The key is made once and kept, so that key and certificate match even after kill -9.
+        """
+        names = names_of(hosts)
+        papers = server_papers(folder)
+        if not papers.key.exists():
+            with suppress(BadKey):  # another process was faster: its key is the one
+                write_key(ec.generate_private_key(ec.SECP256R1()), papers.key)
+        now = now or datetime.now(UTC)
+        blank = self.blank("BlockTrain coordinator", read_key(papers.key).public_key(), now)
+        leaf = self.sign(blank, names, [SERVES], now + SERVER_LIFE)
+        with errors_are_clear(papers.certificate):
+            write_atomically(papers.certificate, leaf + self.pem)
+        return papers
+
+    def issue_member(
+        self, worker: str, life: timedelta = MEMBER_LIFE, now: datetime | None = None
+    ) -> bytes:
+        """A certificate, as PEM, for the holder of this id's key: it may ask and it may serve.
+
+        An id is a public key, so no request is needed: to anybody else the certificate is useless.
+        """
+        if not is_id(worker):
+            raise BadInput("A worker's id must be the 64 lower-case hex digits of its public key.")
+        now = now or datetime.now(UTC)
+        blank = self.blank(worker, Ed25519PublicKey.from_public_bytes(bytes.fromhex(worker)), now)
+        uri = x509.UniformResourceIdentifier(MEMBER_URI + worker)
+        return self.sign(
+            blank, [uri, x509.DNSName(member_host(worker))], [ASKS, SERVES], now + life
+        )
+
+    def blank(self, name: str, public: Public, now: datetime) -> x509.CertificateBuilder:
+        """A certificate that names its holder and this authority."""
+        if now >= self.certificate.not_valid_after_utc:
+            raise BadKey(
+                "This run's certificate authority has expired; check the clock, or move "
+                "authority.key and authority.pem away for a new one with a new fingerprint."
+            )
+        key_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        return (
+            certificate_of(name, public, now)
+            .issuer_name(self.certificate.subject)
+            .add_extension(key_id, critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(PROVES, critical=True)
+        )
+
+    def sign(
+        self,
+        blank: x509.CertificateBuilder,
+        names: Sequence[x509.GeneralName],
+        uses: Sequence[x509.ObjectIdentifier],
+        until: datetime,
+    ) -> bytes:
+        """The certificate as PEM, for these names and uses. It does not outlive its authority."""
+        signed = (
+            blank.add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .not_valid_after(min(until, self.certificate.not_valid_after_utc))
+            .sign(self.key, hashes.SHA256())
+        )
+        return signed.public_bytes(Encoding.PEM)
+
+
+def make_authority(folder: Path, run_name: str, now: datetime | None = None) -> Authority:
+    """A new authority, kept in that folder. One that is there is never overwritten."""
+    now = now or datetime.now(UTC)
+    key_path, path = folder / "authority.key", folder / "authority.pem"
+    if path.exists():
+        raise BadKey(f"There is an authority at {path} already; use it, or move it away.")
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = f"BlockTrain {run_name}"[:64]  # a certificate takes no longer one
+    certificate = (
+        certificate_of(name, key.public_key(), now)
+        .issuer_name(common_name(name))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(CERTIFIES, critical=True)
+        .not_valid_after(now + AUTHORITY_LIFE)
+        .sign(key, hashes.SHA256())
+    )
+    made = Authority(key, certificate)
+    write_key(key, key_path)
+    try:
+        with errors_are_clear(path):
+            write_atomically(path, made.pem, replace=False)
+    except BaseException:
+        key_path.unlink()  # half an authority would be in the way of a whole one
+        raise
+    return made
+
+
+def load_authority(folder: Path) -> Authority:
+    """The authority kept in that folder."""
+    key, path = read_key(folder / "authority.key"), folder / "authority.pem"
+    body = read(path)
+    try:
+        certificate = x509.load_pem_x509_certificate(body)
+        certificate.verify_directly_issued_by(certificate)
+        if certificate.public_key() != key.public_key():
+            raise ValueError("of another key")
+    except UNUSABLE:
+        raise BadKey(
+            f"{path} is not the certificate of the authority.key beside it; restore them both."
+        ) from None
+    return Authority(key, certificate)
+
+
+def certificate_of(name: str, public: Public, now: datetime) -> x509.CertificateBuilder:
+    """What all certificates have in common."""
+    return (
+        x509.CertificateBuilder()
+        .subject_name(common_name(name))
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BACKDATED)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
+
+
+def common_name(name: str) -> x509.Name:
+    """The whole subject of a certificate."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def names_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Names and addresses as a certificate carries them."""
+    names: list[x509.GeneralName] = []
+    for host in dict.fromkeys(host.lower() for host in hosts):
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            if not HOST.fullmatch(host):
+                raise BadInput(
+                    f"{host!r} is no host; write a name in ASCII or an address, without a port."
+                ) from None
+            names.append(x509.DNSName(host))
+    if not names:
+        raise BadInput("A server's certificate must name at least one host.")
+    return names
+
+
+def server_papers(folder: Path) -> Papers:
+    """Where the coordinator's papers are kept."""
+    return Papers(folder / "server.pem", folder / "server.key")
+
+
+def write_key(key: ec.EllipticCurvePrivateKey, path: Path) -> None:
+    """Writes the key, for its owner's eyes only. A key is never overwritten."""
+    body = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    with errors_are_clear(path):
+        try:
+            write_atomically(path, body, mode=0o600, replace=False)
+        except FileExistsError:
+            raise BadKey(f"There is a key at {path} already; use it, or move it away.") from None
+
+
+def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """The key in a file that nobody else can read."""
+    body = read(path, secret=True)
+    key = None
+    with suppress(*UNUSABLE):
+        key = load_pem_private_key(body, password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise BadKey(f"{path} holds no P-256 key; restore it, or move it away for a new one.")
+    return key
+
+
+def read(path: Path, secret: bool = False) -> bytes:
+    """A small file; a secret one must be closed to others."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            body = file.read(MAX_PEM)
+    except OSError as error:
+        raise BadKey(f"{path} cannot be read ({error.strerror}); restore it.") from None
+    if secret and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise BadKey(f"The key {path} is open to others; close it with: chmod 600 {path}.")
+    return body
+
+
+def server_context(
+    certificate: Path, key: Path, authority_pem: bytes | None = None, require_clients: bool = False
+) -> ssl.SSLContext:
+    """How to serve with these papers, ours or brought along: TLS 1.2 or 1.3, as for browsers.
+
+    With an authority, members may show who they are. With `require_clients` they must: both ends
+    are ours then, and it is TLS 1.3. A client without the right papers learns it when it first
+    reads; its handshake is over before ours.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3 if require_clients else ssl.TLSVersion.TLSv1_2
+    show(context, Papers(certificate, key))
+    if authority_pem is not None:
+        trust(context, authority_pem)
+        context.verify_mode = ssl.CERT_REQUIRED if require_clients else ssl.CERT_OPTIONAL
+        context.num_tickets = 0  # papers are checked on every link, not remembered from an old one
+    elif require_clients:
+        raise ValueError("clients are checked against an authority: give its certificate")
+    return context
+
+
+def client_context(authority_pem: bytes, member: Papers | None = None) -> ssl.SSLContext:
+    """How to reach whoever has papers from this authority, and nobody else; TLS 1.3.
+
+    The name is always checked: the coordinator's host, or a stage's `member_host`.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # this checks certificate and name
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    trust(context, authority_pem)
+    if member:
+        show(context, member)
+    return context
+
+
+def show(context: ssl.SSLContext, papers: Papers) -> None:
+    """Lets a context prove who we are."""
+    try:
+        # No password: without this, OpenSSL would ask for one on the terminal and wait.
+        context.load_cert_chain(*papers, password="")
+    except OSError as error:  # ssl.SSLError is one
+        raise BadKey(
+            f"{papers.certificate} with {papers.key} cannot be used ({error.strerror}); give a "
+            "certificate and its own key, in PEM and without a password."
+        ) from None
+
+
+def trust(context: ssl.SSLContext, authority_pem: bytes) -> None:
+    """Makes one authority's certificate the context's sole anchor."""
+    try:
+        context.load_verify_locations(cadata=der_of(authority_pem))
+    except (ValueError, ssl.SSLError):
+        raise BadKey("The authority's certificate is damaged; fetch it again.") from None
+
+
+def der_of(pem: bytes) -> bytes:
+    """The one certificate in there, or ValueError."""
+    return ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
+
+
+def member_host(worker: str) -> str:
+    """The name to expect of a stage instead of its host's, so that the handshake checks its id.
+
+    A part of a host's name has at most 63 letters, one fewer than an id.
+    """
+    return f"{worker[:32]}.{worker[32:]}.blocktrain.internal"
+
+
+def peer_id(link: ssl.SSLSocket | ssl.SSLObject) -> PublicId | None:
+    """Who the other side has proved to be; None if it showed nothing, or is no member."""
+    seen = link.getpeercert() or {}  # None: showed nothing; empty: showed what was not checked
+    names = cast(tuple[tuple[str, str], ...], seen.get("subjectAltName", ()))
+    ids = [name.removeprefix(MEMBER_URI) for kind, name in names if kind == "URI"]
+    return PublicId(ids[0]) if len(ids) == 1 and is_id(ids[0]) else None
+
+
+def shown(fingerprint: str) -> str:
+    """A fingerprint for people, in groups of four."""
+    return ":".join(re.findall("....", fingerprint))
+
+
+def parse_fingerprint(text: str) -> str:
+    """What people make of a fingerprint: in groups or not, in capitals or not."""
+    bare = re.sub("[: ]", "", text.strip()).lower()
+    if not re.fullmatch("[0-9a-f]{64}", bare):
+        raise BadInput("A fingerprint must be 64 hex digits, as the coordinator prints it.")
+    return bare
+
+
+def anchor_from(pem: bytes, fingerprint: str) -> ssl.SSLContext:
+    """How to reach the authority with this fingerprint, if this is its certificate."""
+    expected = parse_fingerprint(fingerprint)
+    with suppress(ValueError):
+        if hashlib.sha256(der_of(pem)).hexdigest() == expected:
+            return client_context(pem)
+    raise NotAllowed(
+        "The coordinator's fingerprint is another one, so this may be somebody else; compare it "
+        "with the one that the run's owner gives you."
+    )
+
+
+def trust_by_fingerprint(url: str, fingerprint: str, timeout: float = 10.0) -> ssl.SSLContext:
+    """How to reach the coordinator at this address, knowing only its authority's fingerprint.
+
+    The authority's certificate is fetched from the coordinator without any trust, compared, and
+    becomes the sole anchor. It is in the handshake too, but only Python 3.13 shows it there. The
+    links made with this context then fail unless the certificate of whoever answers is from this
+    authority and for this host.
+    """
+    parse_fingerprint(fingerprint)  # a typing error needs no connection
+    return anchor_from(fetch_authority(url, timeout), fingerprint)
+
+
+def fetch_authority(url: str, timeout: float) -> bytes:
+    """What somebody at this address says is the authority's certificate. Nothing is checked."""
+    try:
+        parts = urlsplit(url)
+        host, port, path = parts.hostname, parts.port, parts.path.rstrip("/") + AUTHORITY_PATH
+    except ValueError:
+        host = None
+    if not host or parts.scheme != "https" or not re.fullmatch("[!-~]+", url):
+        raise BadInput(f"{url!r} shows no fingerprint; give an address that starts with https://.")
+    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    blind.check_hostname = False
+    blind.verify_mode = ssl.CERT_NONE
+    connection = HTTPSConnection(host, port or 443, timeout=timeout, context=blind)
+    try:
+        connection.connect()
+        clock = Timer(timeout, hang_up, [connection.sock])
+        clock.start()
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            body = answer.read(MAX_PEM + 1)
+        finally:
+            clock.cancel()
+    except (OSError, HTTPException, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "no proper answer"  # never the stranger's words
+        raise Unreachable(f"{url} does not answer ({why}); check the address.") from None
+    finally:
+        connection.close()
+    if answer.status != 200 or len(body) > MAX_PEM:
+        raise NotAllowed(
+            f"{url} shows no authority; join without a fingerprint, or check the address."
+        )
+    return body
+
+
+def hang_up(link: socket.socket) -> None:
+    """Ends a connection. Its own timeout is for each read: a byte now and then would hold us."""
+    with suppress(OSError):  # the other side was faster
+        socket.socket.shutdown(link, socket.SHUT_RDWR)
