@@ -29,6 +29,8 @@ COMMANDS = {
     "resume": ("owner:resume", "Let a paused run go on."),
     "stop": ("owner:stop", "End a run when its open rounds are closed."),
     "ban": ("owner:ban", "Take nothing more from a worker."),
+    "backup": ("owner:back_up", "Write a run into one file, while it runs."),
+    "restore": ("owner:restore", "Make a run's folder from a backup."),
     "doctor": ("doctor:doctor", "What this machine can do."),
 }
 GROUPS = {

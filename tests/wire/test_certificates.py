@@ -24,7 +24,6 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -253,6 +252,22 @@ def test_what_was_not_checked_is_nobody(house: House) -> None:
     assert asked.peer is None
 
 
+@pytest.mark.parametrize(
+    "uris", ["", "{0}", "worker:{0}", "{1}x", "{1}{0} {1}{0}", "{1}" + "0" * 64]
+)
+def test_only_one_id_in_its_place_is_an_id(house: House, uris: str) -> None:
+    """Our authority issues nothing like these."""
+    id, other = house.member.id, member_host(house.member.id)
+    blank = house.authority.blank("odd", house.member.private.public_key(), NOW)
+    names: list[x509.GeneralName] = [x509.DNSName(other)]
+    for uri in uris.format(id, certificates.MEMBER_URI).split():
+        names.append(x509.UniformResourceIdentifier(uri))
+    odd = house.authority.sign(blank, names, [certificates.SERVES], NOW + timedelta(days=1))
+    papers = house.papers(house.member, odd)
+    _, asked = meet(server_context(*papers), client_context(house.authority.pem), other)
+    assert (asked.peer, asked.error) == (None, None)
+
+
 # Who is not
 
 
@@ -438,17 +453,20 @@ def test_papers_that_end_soon_or_name_others_are_renewed(house: House, stranger:
         assert body not in seen
         assert house.server(*hosts, now=now).certificate.read_bytes() == body
         seen.add(body)
-    stranger.authority.server_certificate(["b.org"], house.folder, NOW)
-    assert house.server("b.org", now=NOW).certificate.read_bytes().endswith(house.authority.pem)
+    alien = stranger.authority.server_certificate(["b.org"], house.folder, NOW).certificate
+    leaf = alien.read_bytes().removesuffix(stranger.authority.pem)
+    for chain in (leaf + stranger.authority.pem, leaf + house.authority.pem):
+        alien.write_bytes(chain)
+        assert not house.server("b.org", now=NOW).certificate.read_bytes().startswith(leaf)
 
 
 def test_damaged_papers_are_renewed(house: House) -> None:
     papers = house.server()
     whole = papers.certificate.read_bytes()
     leaf = whole.removesuffix(house.authority.pem)
-    of_another_key = whole
-    papers.key.unlink()
-    for body in (b"", b"garbage", whole[:100], leaf, of_another_key):
+    for body in (b"", b"garbage", whole[:100], leaf, whole):
+        if body == whole:
+            papers.key.unlink()  # a new one is made, and the old certificate is not for that
         papers.certificate.write_bytes(body)
         context = server_context(*house.server())
         assert meet(context, client_context(house.authority.pem))[1].error is None
@@ -513,7 +531,7 @@ def test_an_authority_is_never_overwritten(house: House, sentence: Sentence) -> 
         assert kept == {path: body for path, body in before.items() if path.name in left}
 
 
-@pytest.mark.parametrize("name", ["", "x" * 200, "naïve 🙂 run", "CN=a,O=b\n"])
+@pytest.mark.parametrize("name", ["", "x" * 200, "🙂" * 60, "\udcff", "CN=a,O=b\n"])
 def test_a_run_may_have_any_name(tmp_path: Path, name: str) -> None:
     authority = make_authority(tmp_path, name)
     papers = authority.issue_server(["localhost"], tmp_path)
@@ -556,16 +574,19 @@ def damages(house: House, stranger: House) -> Iterator[tuple[str, bytes | None, 
     """(file, its new content or None for no file, its mode), each of which is an end."""
     ed25519 = house.folder / "ed25519"
     save_key(new_key(), ed25519)
-    p384 = ec.generate_private_key(ec.SECP384R1()).private_bytes(
+    locked = house.authority.key.private_bytes(
         Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
     )
     key, pem = (house.folder / "authority.key").read_bytes(), house.authority.pem
-    for body in (None, b"", b"garbage", key[:80], ed25519.read_bytes(), p384, pem, bytes(2**20)):
+    for body in (None, b"", b"garbage", key[:80], ed25519.read_bytes(), locked, pem, bytes(2**20)):
         yield "authority.key", body, 0o600
     yield "authority.key", (stranger.folder / "authority.key").read_bytes(), 0o600
     for mode in (0o640, 0o604, 0o620):
         yield "authority.key", key, mode
     leaf = house.authority.issue_member(house.member.id)
+    der = bytearray(ssl.PEM_cert_to_DER_cert(pem.decode()))
+    der[-1] ^= 1
+    yield "authority.pem", ssl.DER_cert_to_PEM_cert(bytes(der)).encode(), 0o644
     for body in (None, b"", b"garbage", pem[:200], stranger.authority.pem, leaf, key, bytes(2**20)):
         yield "authority.pem", body, 0o644
 
@@ -595,10 +616,12 @@ def test_the_coordinators_key_cannot_be_used(house: House, sentence: Sentence) -
         house.server()
     sentence(error.value)
     papers.key.chmod(0o600)
-    papers.key.write_bytes(b"garbage")
-    with pytest.raises(BadKey) as error:
-        house.server()
-    sentence(error.value)
+    of_another_kind = house.of_member().key.read_bytes()
+    for body in (b"garbage", of_another_kind):
+        papers.key.write_bytes(body)
+        with pytest.raises(BadKey) as error:
+            house.server()
+        sentence(error.value)
 
 
 def test_papers_brought_along_that_cannot_be_used(
@@ -730,8 +753,12 @@ def test_a_wrong_fingerprint(house: House, stranger: House, sentence: Sentence) 
         with pytest.raises(NotAllowed) as error:
             trust_by_fingerprint(url, stranger.authority.fingerprint)
         sentence(error.value)
-        with pytest.raises(BadInput):
-            trust_by_fingerprint(url, "garbage")
+
+
+def test_garbage_for_a_fingerprint_is_not_even_asked_about(sentence: Sentence) -> None:
+    with pytest.raises(BadInput) as error:
+        trust_by_fingerprint("https://nowhere.invalid", "garbage")
+    sentence(error.value)
 
 
 def test_an_impostor_that_shows_the_true_authority(house: House, stranger: House) -> None:
@@ -813,6 +840,18 @@ def test_a_byte_now_and_then_does_not_hold_us(
         assert time.monotonic() - start < 5
 
 
+def test_a_stranger_that_speaks_no_http(house: House, sentence: Sentence) -> None:
+    """Its words are not shown: they might be a terminal's commands."""
+    with coordinator(house.server(), bad_words) as url:
+        with pytest.raises(Unreachable) as error:
+            trust_by_fingerprint(url, house.authority.fingerprint)
+        assert sentence(error.value).isprintable()
+
+
+def bad_words(request: BaseHTTPRequestHandler) -> None:
+    request.wfile.write(b"\x1b[31m boo\r\n\r\n")
+
+
 def test_a_stranger_that_speaks_no_tls_or_does_not_speak(sentence: Sentence) -> None:
     said: list[bytes | None] = [b"HTTP/1.0 200 OK\r\n\r\n\x1b[31m", b"", None]
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -848,6 +887,13 @@ def test_a_stranger_that_speaks_no_tls_or_does_not_speak(sentence: Sentence) -> 
 def test_what_is_no_address_of_a_coordinator(url: str, sentence: Sentence) -> None:
     with pytest.raises(BadInput) as error:
         trust_by_fingerprint(url, "0" * 64)
+    sentence(error.value)
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "a" * 64, "a..b"])
+def test_a_host_that_nobody_knows(host: str, sentence: Sentence) -> None:
+    with pytest.raises(Unreachable) as error:
+        trust_by_fingerprint(f"https://{host}", "0" * 64, timeout=0.5)
     sentence(error.value)
 
 

@@ -32,6 +32,7 @@ from blocktrain.errors import (
     CannotSave,
     NotAllowed,
     OtherProtocol,
+    TrafficSpent,
     RefusedBlob,
     Unreachable,
 )
@@ -39,7 +40,7 @@ from blocktrain.terms import Digest
 from blocktrain.wire import link as links
 from blocktrain.wire.link import Link
 from blocktrain.wire.messages import MAX_MESSAGE, Alive, Done, Finished, Refused, encode
-from blocktrain.wire.throttle import Limits, Moved, TrafficSpent
+from blocktrain.wire.throttle import Limits, Moved
 
 Sentence = Callable[[BaseException], str]
 Script = Callable[[socket.socket, bytes], None]
@@ -816,7 +817,7 @@ class Papers:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
         now = datetime.now(UTC)
-        names = [x509.IPAddress(ip_address("127.0.0.1")), x509.DNSName("coordinator.example")]
+        names = [x509.IPAddress(ip_address("127.0.0.1"))]
         certificate = (
             x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
             .not_valid_before(now - timedelta(days=1))
@@ -933,65 +934,3 @@ def test_no_tls_there(coordinator: Coordinator, sentence: Sentence) -> None:
     ):
         link.ask("/v1/hello", Done)
     assert "SSL" in sentence(caught.value)
-
-
-# Proxies.
-
-
-def proxy_to(port: int) -> Script:
-    """A script that connects a tunnel, or passes a request on as it is."""
-
-    def script(connection: socket.socket, head: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", port)) as far:
-            if head.startswith(b"CONNECT "):
-                connection.sendall(b"HTTP/1.1 200 Here you are\r\n\r\n")
-            else:
-                far.sendall(head.replace(b"http://coordinator.example", b"", 1))
-            back = threading.Thread(target=copy, args=(far, connection))
-            back.start()
-            copy(connection, far)
-            back.join()
-
-    return script
-
-
-def copy(source: socket.socket, sink: socket.socket) -> None:
-    with suppress(OSError):
-        while chunk := source.recv(65536):
-            sink.sendall(chunk)
-        sink.shutdown(socket.SHUT_WR)
-
-
-def test_a_plain_proxy_is_used(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Scripted(proxy_to(coordinator.port)) as proxy:
-        monkeypatch.setenv("http_proxy", proxy.url.replace("//", "//me:word@"))
-        with linked("http://coordinator.example/some/path") as link:
-            assert link.ask("/v1/hello", Done) == Done()
-    assert proxy.requests[0].startswith(b"GET http://coordinator.example/some/path/v1/hello ")
-    assert b"Proxy-Authorization: Basic " in proxy.requests[0]
-
-
-def test_a_tunnel_is_used_and_counted(
-    secure: Coordinator, papers: Papers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with Scripted(proxy_to(secure.port)) as proxy, Relay(proxy.port) as relay:
-        monkeypatch.setenv("https_proxy", f"127.0.0.1:{relay.port}")
-        with linked("https://coordinator.example", verify=papers.trusting()) as link:
-            talk(link, tmp_path)
-            assert link.moved == relay.moved
-    assert proxy.requests[0].startswith(b"CONNECT coordinator.example:443 ")
-
-
-def test_this_machine_and_exceptions_need_no_proxy(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, sentence: Sentence
-) -> None:
-    monkeypatch.setenv("all_proxy", "socks5://nowhere.example:1")
-    with linked(coordinator.port) as link:
-        assert link.ask("/v1/hello", Done) == Done()
-    monkeypatch.setenv("no_proxy", "coordinator.example")
-    Link("http://coordinator.example").close()
-    for strange in ("socks4://nowhere.example:1", "socks5://nowhere.example:1"):
-        monkeypatch.setenv("all_proxy", strange)
-        with pytest.raises(BadInput) as caught:
-            Link("http://other.example")
-        assert "NO_PROXY" in sentence(caught.value)

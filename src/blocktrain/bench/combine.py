@@ -6,7 +6,8 @@ random numbers; they stay in the page cache. A process of its own then does as a
 memory    It combines them once, durably, into new blobs of that store: snapshot, steady, delta and,
           if the codec is lossy, residual. Counted is anonymous memory above what the imports need;
           the mapped blobs are the kernel's to drop. `seconds_with_writing` is this one's.
-speed     In turn, TURNS times, and medians compared; nothing is written, files are mapped anew:
+speed     In turn, TURNS times, and medians compared; nothing is written, files are mapped anew.
+          Each side is one thread, and its CPU seconds count: others may be busy on the machine.
           numpy     total += change, tensor by tensor, of every update as an fp32 blob
           combine   all that `combined` does: mean by shares, codec, next snapshot and steady
           If the codec is lossy, combine reads the encoded updates, and decodes them.
@@ -168,9 +169,8 @@ def peak_while(action: Callable[[], object]) -> float:
 
     def watch() -> None:
         nonlocal most
-        while not over.is_set():
+        while not over.wait(POLL):
             most = max(most, anonymous())
-            time.sleep(POLL)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -179,14 +179,14 @@ def peak_while(action: Callable[[], object]) -> float:
     finally:
         over.set()
         watcher.join()
-    return most - baseline
+    return max(most, anonymous()) - baseline
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds one call takes."""
-    began = time.perf_counter()
+    """CPU seconds that one call takes of its thread, the kernel's for it included."""
+    began = time.thread_time()
     action()
-    return time.perf_counter() - began
+    return time.thread_time() - began
 
 
 if __name__ == "__main__":

@@ -3,55 +3,34 @@
     with hosts(["coordinator", "anna", "ben"], Wan(rtt_ms=50, mbit=100)) as made:
         made["anna"].start(["blocktrain", "join", f"http://{made['coordinator'].address}:8000"])
 
-Every host has a line to all others: its uplink and its downlink have the same rate, and the round
-trip is the same between any two. Where the kernel has netem, a router in a namespace of its own
-makes the WAN; elsewhere the process of `tun.py` does. Either way a host has one interface besides
-loopback, `wan`, of 1,500 bytes a packet and without segmentation offload, and one congestion
-control, cubic, whatever the machine's own default is.
+A process on a host sees loopback and the WAN of `lines.py`, nothing else. TCP's congestion control
+is cubic, whatever the machine's own default is.
 """
 
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import msgspec
+from blocktrain.bench import spaces
+from blocktrain.bench.lines import ETHERNET, INTERFACE, Forwarded, Lines, Netem, Wan, has_netem
+from blocktrain.errors import BadInput
 
-from blocktrain.bench import spaces, tun
-from blocktrain.errors import BadInput, BlockTrainError
+__all__ = ["Host", "Traffic", "Wan", "Way", "hosts"]
 
-INTERFACE = "wan"
 CONGESTION = "cubic"
-ETHERNET = 14  # bytes of header that a veth's counters see and a TUN's do not
-BACKLOG = 10_000  # packets a TUN may hold unread, so that only the WAN's own queue ever drops
 MOST = 200  # hosts; the addresses are 10.77.0.2 and on
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 PATIENCE = 10.0  # seconds for a killed process to be gone
 
 Way = Literal["netem", "tun"]
 numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Wan:
-    """The lines between hosts. Loss is the share of packets lost on the way, 0 to below 1."""
-
-    rtt_ms: float = 50
-    mbit: float = 100
-    loss: float = 0.0
-    queue_ms: float = 200
-
-    def __post_init__(self) -> None:
-        if not (self.rtt_ms >= 0 and self.mbit > 0 and self.queue_ms > 0 and 0 <= self.loss < 1):
-            raise BadInput(f"{self} cannot be: times and rates must be positive, loss below 1.")
 
 
 @dataclass(frozen=True)
@@ -65,7 +44,7 @@ class Traffic:
 class Host:
     """One host: a process started here sees this host's network and no other."""
 
-    def __init__(self, name: str, address: str, space: str, lines: "Lines") -> None:
+    def __init__(self, name: str, address: str, space: str, lines: Lines) -> None:
         self.name = name
         self.address = address
         self.space = space
@@ -85,11 +64,11 @@ class Host:
 
     def partition(self) -> None:
         """Cuts this host off: whatever goes to or from it gets lost without a word."""
-        self._lines.cut(self)
+        self._lines.cut(self.address)
 
     def heal(self) -> None:
         """Ends the partition."""
-        self._lines.heal(self)
+        self._lines.heal(self.address)
 
     def traffic(self) -> Traffic:
         """What has gone through the interface so far."""
@@ -133,15 +112,15 @@ def hosts(names: Sequence[str], wan: Wan, by: Way | None = None) -> Iterator[dic
     with _terminated_in_order(), ExitStack() as stack:
         lines: Lines
         if by == "netem" or (by is None and has_netem()):
-            lines = Netem(wan, _space(stack, f"{group}.wan"))
+            lines = Netem(wan, stack.enter_context(spaces.made(f"{group}.wan")))
         else:
             lines = Forwarded(wan)
         made = {}
         for index, name in enumerate(names):
-            space = _space(stack, f"{group}-{name}")
+            space = stack.enter_context(spaces.made(f"{group}-{name}"))
             made[name] = Host(name, f"10.77.0.{index + 2}", space, lines)
         stack.callback(lines.close)
-        lines.connect(list(made.values()))
+        lines.connect({host.address: host.space for host in made.values()})
         for host in made.values():
             stack.callback(host.close)
             spaces.ip(host.space, f"address add {host.address}/24 dev {INTERFACE} noprefixroute")
@@ -149,170 +128,6 @@ def hosts(names: Sequence[str], wan: Wan, by: Way | None = None) -> Iterator[dic
             # By route, since a namespace may not choose an algorithm the machine restricts.
             spaces.ip(host.space, f"route add 10.77.0.0/24 dev {INTERFACE} congctl {CONGESTION}")
         yield made
-
-
-class Lines(Protocol):
-    """What makes the WAN: netem or the forwarder."""
-
-    def connect(self, hosts: Sequence[Host]) -> None:
-        """Gives each host its interface, without an address yet."""
-        ...
-
-    def cut(self, host: Host) -> None:
-        """From now on the host's packets get lost, both ways."""
-        ...
-
-    def heal(self, host: Host) -> None:
-        """The host's packets get through again."""
-        ...
-
-    def close(self) -> None:
-        """Ends what does not end with the namespaces."""
-        ...
-
-
-class Netem:
-    """The WAN as a router: netem on each host's uplink and on each of the router's ports.
-
-    Both ends of a line have one hardware address and ask for none: ARP would go over the WAN too,
-    and a partitioned host would learn that its neighbour is gone, which no WAN tells.
-    """
-
-    def __init__(self, wan: Wan, space: str) -> None:
-        self.wan = wan
-        self.space = space
-        self.apart: set[str] = set()
-
-    def connect(self, hosts: Sequence[Host]) -> None:
-        spaces.write(self.space, "/proc/sys/net/ipv4/ip_forward", 1)
-        wan = self.wan
-        # The rate's second word is its overhead: a packet counts without its Ethernet header.
-        rate = f"rate {wan.mbit}mbit -{ETHERNET}"
-        # netem's limit is in packets, and includes those in flight.
-        flying, waiting = (
-            max(1, round(ms * wan.mbit * 125 / tun.MTU)) for ms in (wan.rtt_ms / 2, wan.queue_ms)
-        )
-        up = f"delay {wan.rtt_ms / 2}ms loss {100 * wan.loss}% {rate} limit {flying + waiting}"
-        for number, host in enumerate(hosts):
-            port = self._port(host)
-            end = f"mtu {tun.MTU} address 02:00:00:00:00:{number:02x}"
-            link = f"{INTERFACE} {end} type veth peer name {port} {end} netns {self.space}"
-            spaces.ip(host.space, f"link add name {link}")
-            spaces.ip(host.space, f"link set dev {INTERFACE} arp off gso_max_segs 1")
-            spaces.ip(self.space, f"link set dev {port} arp off gso_max_segs 1 up")
-            spaces.ip(self.space, f"route add {host.address}/32 dev {port}")
-            spaces.tc(host.space, f"qdisc add dev {INTERFACE} root netem {up}")
-            spaces.tc(self.space, f"qdisc add dev {port} root netem {rate} limit {waiting}")
-
-    def cut(self, host: Host) -> None:
-        if host.address not in self.apart:
-            self.apart.add(host.address)
-            self._blackhole("add", host)
-
-    def heal(self, host: Host) -> None:
-        if host.address in self.apart:
-            self.apart.remove(host.address)
-            self._blackhole("del", host)
-
-    def close(self) -> None:
-        pass
-
-    def _port(self, host: Host) -> str:
-        return f"to.{host.address}"
-
-    def _blackhole(self, verb: str, host: Host) -> None:
-        for which in (f"iif {self._port(host)}", f"to {host.address}"):
-            spaces.ip(self.space, f"rule {verb} pref 1 {which} type blackhole")
-
-
-class Forwarded:
-    """The WAN as the process of `tun.py`; this is the end that gives it orders."""
-
-    def __init__(self, wan: Wan) -> None:
-        self.wan = wan
-        self.process: subprocess.Popen[str] | None = None
-        self.lock = threading.Lock()
-
-    def connect(self, hosts: Sequence[Host]) -> None:
-        with ExitStack() as stack:
-            devices = {}
-            for host in hosts:
-                name = f"bt{os.getpid()}.{next(numbers)}"
-                devices[host.address] = device = self._open(name)
-                stack.callback(os.close, device)
-                # Opened out here under a name nobody else has, then moved with the file open.
-                where = f"netns {host.space} name {INTERFACE}"
-                spaces.run("ip", "link", "set", "dev", name, *where.split())
-                how = f"mtu {tun.MTU} txqueuelen {BACKLOG}"
-                spaces.ip(host.space, f"link set dev {INTERFACE} {how}")
-            orders = tun.Orders(
-                delay=self.wan.rtt_ms / 2000,
-                rate=self.wan.mbit * 125_000,
-                queue=self.wan.queue_ms / 1000,
-                loss=self.wan.loss,
-                devices=devices,
-            )
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", tun.__name__, msgspec.json.encode(orders).decode()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=tuple(devices.values()),
-                start_new_session=True,  # Ctrl+C is for the hosts' programs: they need a WAN to end
-                text=True,
-            )
-        self._hear()
-
-    def cut(self, host: Host) -> None:
-        self._order(f"cut {host.address}")
-
-    def heal(self, host: Host) -> None:
-        self._order(f"heal {host.address}")
-
-    def close(self) -> None:
-        if self.process:
-            self.process.kill()
-            self.process.communicate()
-
-    def _open(self, name: str) -> int:
-        try:
-            return tun.open_device(name)
-        except OSError as error:
-            raise BadInput(
-                f"A WAN needs netem in the kernel or {tun.DEVICE}, and neither is here "
-                f"({error.strerror}); load sch_netem or tun, or give the container the device."
-            ) from error
-
-    def _order(self, command: str) -> None:
-        assert self.process
-        with self.lock:
-            with suppress(BrokenPipeError):  # then it is dead, and does not answer either
-                print(command, file=self.process.stdin, flush=True)
-            self._hear()
-
-    def _hear(self) -> None:
-        assert self.process
-        assert self.process.stdout
-        if self.process.stdout.readline() != "done\n":
-            raise BlockTrainError("The process that carries packets has died; start again.")
-
-
-def has_netem() -> bool:
-    """Whether this kernel has netem: tried, since a module may load on demand."""
-    with ExitStack() as stack:
-        try:
-            spaces.require()
-            space = _space(stack, spaces.name(f"{next(numbers)}.probe"))
-            spaces.tc(space, "qdisc add dev lo root netem delay 1ms")
-        except BadInput:
-            return False
-    return True
-
-
-def _space(stack: ExitStack, name: str) -> str:
-    """A new namespace that is removed with the stack, even if it was made only by half."""
-    stack.callback(spaces.remove, name)
-    spaces.make(name)
-    return name
 
 
 @contextmanager

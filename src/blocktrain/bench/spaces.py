@@ -10,7 +10,8 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from blocktrain.errors import BadInput
@@ -34,12 +35,17 @@ def name(rest: str) -> str:
     return f"blocktrain-{os.getpid()}-{rest}"
 
 
-def make(space: str) -> None:
-    """A namespace with nothing but loopback. What is added to it later has no IPv6."""
-    run("ip", "netns", "add", space)
-    ip(space, "link set dev lo up")
-    # Else a new interface speaks of itself, and is counted, before anybody has said a word.
-    write(space, "/proc/sys/net/ipv6/conf/default/disable_ipv6", 1)
+@contextmanager
+def made(space: str) -> Iterator[str]:
+    """A namespace with nothing but loopback. What is added to it has no IPv6."""
+    try:
+        run("ip", "netns", "add", space)
+        ip(space, "link set dev lo up")
+        # Else a new interface speaks of itself, and is counted, before anybody has said a word.
+        write(space, "/proc/sys/net/ipv6/conf/default/disable_ipv6", 1)
+        yield space
+    finally:
+        remove(space)
 
 
 def remove(space: str) -> None:

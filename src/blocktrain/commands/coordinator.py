@@ -17,6 +17,7 @@ from blocktrain.aggregation.folder import RunFolder
 from blocktrain.console import PLAIN, Out, print_json
 from blocktrain.errors import BadInput
 from blocktrain.services.coordinator import Coordinator
+from blocktrain.wire.certificates import Authority, Papers, load_authority
 from blocktrain.wire.owner import Point
 
 KEEP_ALIVE = 75  # seconds; a worker that trains for a minute keeps its connection
@@ -34,10 +35,34 @@ class Listen:
     """0 is any free one."""
     base_path: str = ""
     """What a reverse proxy puts before every path, if it keeps it."""
+    tls: Literal["off", "auto"] = "off"
+    """auto: HTTPS with a certificate of the run's own authority; workers give --fingerprint."""
+    tls_names: tuple[str, ...] = ()
+    """Further names and addresses under which workers reach this machine (auto)."""
     tls_cert: Path | None = None
-    """Your own certificate chain (PEM)."""
+    """Your own certificate chain (PEM) instead."""
     tls_key: Path | None = None
     """Its key (PEM)."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise BadInput("A certificate needs its key; give both --tls-cert and --tls-key.")
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the coordinator speaks HTTPS."""
+        return self.tls == "auto" or self.tls_cert is not None
+
+    def papers(self, folder: Path) -> tuple[Papers | None, Authority | None]:
+        """What the coordinator shows, and the authority that made it, if it is the run's own."""
+        if self.tls_cert and self.tls_key:
+            return Papers(self.tls_cert, self.tls_key), None
+        if self.tls == "off":
+            return None, None
+        authority = load_authority(folder)
+        anywhere = {"0.0.0.0", "::", ""}
+        names = {"localhost", "127.0.0.1", socket.gethostname().lower(), self.host, *self.tls_names}
+        return authority.server_certificate(sorted(names - anywhere), folder), authority
 
 
 LISTEN = Listen()
@@ -65,10 +90,14 @@ def coordinator(
     log_as(log)
     with RunFolder(folder) as run, listening(listen) as (sock, url):
         corpus = run.corpus if run.charter.corpus_served else None
-        app = Coordinator(run.keeper(), corpus, points(reference_line)).app(listen.base_path)
+        papers, authority = listen.papers(folder)
+        pem, finger = (authority.pem, authority.fingerprint) if authority else (None, None)
+        app = Coordinator(run.keeper(), corpus, points(reference_line), pem).app(listen.base_path)
         if output.json:
-            print_json({"url": url, "run": run.id})
-        output.say(f"run {run.id[:16]} at {url}: dashboard there; workers: blocktrain join {url}")
+            print_json({"url": url, "run": run.id, "fingerprint": finger})
+        trust = f" --fingerprint {finger}" if finger else ""
+        output.say(f"run {run.id[:16]}, dashboard at {url}")
+        output.say(f"workers: blocktrain join {url} --token TOKEN{trust}")
         uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -77,8 +106,8 @@ def coordinator(
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=GOOD_BYE,
                 h11_max_incomplete_event_size=HEADERS_AT_MOST,
-                ssl_certfile=listen.tls_cert,
-                ssl_keyfile=listen.tls_key,
+                ssl_certfile=papers.certificate if papers else None,
+                ssl_keyfile=papers.key if papers else None,
             )
         ).run(sockets=[sock])
 
@@ -92,7 +121,7 @@ def listening(where: Listen) -> Iterator[tuple[socket.socket, str]]:
         raise BadInput(
             f"Cannot listen at {where.host}:{where.port} ({error.strerror}); choose another --port."
         ) from None
-    scheme = "https" if where.tls_cert else "http"
+    scheme = "https" if where.encrypted else "http"
     host = f"[{where.host}]" if ":" in where.host else where.host
     base = where.base_path.strip("/")
     url = f"{scheme}://{host}:{sock.getsockname()[1]}" + (f"/{base}" if base else "")

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from blocktrain.console import PLAIN, Out, bar
 from blocktrain.services.worker import Wishes, Worker
+from blocktrain.wire.certificates import trust_by_fingerprint
 from blocktrain.wire.link import Link
 
 WISHES = Wishes()
@@ -21,6 +22,7 @@ def join(
     url: str,
     *,
     token: str,
+    fingerprint: str | None = None,
     folder: Path | None = None,
     wishes: Annotated[Wishes, Parameter(name="*")] = WISHES,
     output: Out = PLAIN,
@@ -36,11 +38,14 @@ def join(
         Where the coordinator is.
     token: str
         What its owner gave you.
+    fingerprint: str
+        Of the run's certificate authority, as its coordinator prints it (--tls auto).
     folder: Path
         Where this worker keeps its identity and its blocks; one folder is one worker.
     """
     home = folder or Path(platformdirs.user_data_dir("blocktrain")) / "worker"
-    link = Link(url, wishes.limits)
+    trusted = trust_by_fingerprint(url, fingerprint) if fingerprint else None
+    link = Link(url, wishes.limits, trusted)
     link.note = output.say
     with bar("text") as progress:
         worker = Worker(link, token, home, wishes, output.say, progress)

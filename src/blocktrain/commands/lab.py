@@ -10,15 +10,19 @@ from cyclopts import Parameter
 
 from blocktrain import config
 from blocktrain.aggregation.combine import Averaging
-from blocktrain.console import PLAIN, Out, bar, bars, print_json
+from blocktrain.aggregation.folder import LEDGER
+from blocktrain.aggregation.sqlite import SqliteLedger
+from blocktrain.console import PLAIN, Out, Output, bar, bars, print_json
+from blocktrain.errors import Different
 from blocktrain.learning import device
-from blocktrain.learning.data import open_corpus
+from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.model import Shape
 from blocktrain.learning.noise import Noise
 from blocktrain.learning.objective import Task
 from blocktrain.learning.optimiser import Rates
 from blocktrain.services import picture
 from blocktrain.services.lab import Lab, Watch, experiment
+from blocktrain.services.replay import replay as do_again
 from blocktrain.services.run import Exchange, Pace, Run
 
 
@@ -60,14 +64,24 @@ class Place:
     """A TOML file with the sections shape, task, noise, rates, averaging, pace and exchange."""
 
 
-FLAGS, PLACE = RunFlags(), Place()
+@dataclass(frozen=True)
+class Beside:
+    """What the run is compared with."""
+
+    reference: bool = False
+    """Also train the end-to-end models of full and of one block's depth on the same bytes."""
+    reference_line: Path | None = None
+    """The history.jsonl of a reference trained earlier, for the plot."""
+
+
+FLAGS, PLACE, BESIDE = RunFlags(), Place(), Beside()
 
 
 def lab(
     *,
     out: Path,
-    reference: bool = False,
-    reference_line: Path | None = None,
+    replay: Path | None = None,
+    beside: Annotated[Beside, Parameter(name="*")] = BESIDE,
     run: Annotated[RunFlags, Parameter(name="*")] = FLAGS,
     place: Annotated[Place, Parameter(name="*")] = PLACE,
     output: Out = PLAIN,
@@ -81,29 +95,42 @@ def lab(
     ----------
     out: Path
         Folder for the assembled model, its history and its plot.
-    reference: bool
-        Also train the end-to-end models of full depth and of one block's depth on the same bytes.
-    reference_line: Path
-        The history.jsonl of a reference trained earlier, for the plot.
+    replay: Path
+        The ledger of a network's run: do its recorded work again, and compare every digest.
     """
     at_once = place.at_once or max(1, (os.cpu_count() or 1) // place.threads)
     with bar(f"opening {place.data}") as progress:
         corpus = open_corpus(place.data, progress)
+    if replay is not None:
+        return repeat(replay, corpus, out, place.threads, output)
     with bars("rounds", "test split") as (rounds, evaluation):
         watch = Watch(rounds, evaluation, output.say, lambda row: output.say(spoken(row)))
         where = device.choose(place.device)
         studio = Lab(run.plain, corpus, out, where, watch, place.threads, at_once)
-        result = experiment(studio, reference)
+        result = experiment(studio, beside.reference)
     lines = {"blocks": out / "history.jsonl"}
-    if reference:
+    if beside.reference:
         lines |= {name: out / name / "history.jsonl" for name in ("reference", "shallow")}
-    elif reference_line:
-        lines["reference"] = reference_line
+    elif beside.reference_line:
+        lines["reference"] = beside.reference_line
     picture.curves(lines, out / "curve.png")
     output.say(f"model in {out}, plot in {out / 'curve.png'}")
     if not output.json:
         output.result(asdict(result), "Test split, honest readout, nats per byte")
     print_json(asdict(result))
+
+
+def repeat(path: Path, corpus: Corpus, out: Path, count: int, output: Output) -> None:
+    """Does a network's work again; the exit code tells whether every digest came out the same."""
+    ledger = path / LEDGER if path.is_dir() else path
+    with bar("rounds") as progress, device.threads(count), SqliteLedger(ledger) as opened:
+        found = do_again(opened, corpus, out / "replay", progress)
+    output.result({**asdict(found), "same": not found.different}, "Done again")
+    if found.different:
+        raise Different(
+            f"{len(found.different)} digests are not those of the ledger, the first is "
+            f"{found.different[0]}; use the same machine and threads as its workers."
+        )
 
 
 def spoken(row: dict[str, Any]) -> str:

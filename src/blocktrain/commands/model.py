@@ -1,53 +1,81 @@
 """blocktrain evaluate|audit|generate|export: things to do with a model directory."""
 
 import sys
+import tempfile
 import time
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from blocktrain import load
-from blocktrain.console import PLAIN, Out, bar
+from blocktrain.commands.owner import As
+from blocktrain.console import PLAIN, Out, Output, bar
 from blocktrain.errors import BadInput, Leak
 from blocktrain.inference import decode
 from blocktrain.inference.decode import Sampling
 from blocktrain.learning.audit import audit as prove
-from blocktrain.learning.data import open_corpus
+from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.evaluate import SAMPLE, denoise_readouts
 from blocktrain.learning.evaluate import evaluate as measure
 from blocktrain.learning.export import export_hf
+from blocktrain.services.follow import Follower
+from blocktrain.wire.link import PATIENCE
 
 AUDITED = 64 * 1024  # bytes of the test split; the arithmetic coder takes a part of them
 
 
+@dataclass(frozen=True)
+class Text:
+    """What is predicted."""
+
+    data: str = "wikitext-2"
+    """wikitext-2, enwik8, or a file or folder of your own."""
+    split: str = "test"
+    """train, valid or test."""
+
+
+@dataclass(frozen=True)
+class Follow(As):
+    """A run whose model is measured whenever it has changed."""
+
+    follow: str | None = None
+    """The run's URL; its owner's token is needed, and everybody sees what is measured."""
+    every: float = 30.0
+    """Seconds between two measurements at the least."""
+
+
+TEXT, NOBODY = Text(), Follow()
+
+
 def evaluate(
-    model: Path,
+    model: Path | None = None,
     *,
-    data: str = "wikitext-2",
-    split: str = "test",
+    follow: Annotated[Follow, Parameter(name="*")] = NOBODY,
+    text: Annotated[Text, Parameter(name="*")] = TEXT,
     readouts: bool = False,
     device: str = "auto",
     output: Out = PLAIN,
 ) -> None:
-    """Honest CE of a model, over every byte of a split.
+    """Honest CE of a model, over every byte of a split; or of a run, as it goes on.
 
     Parameters
     ----------
     model: Path
         A model directory.
-    data: str
-        wikitext-2, enwik8, or a file or folder of your own.
-    split: str
-        train, valid or test.
     readouts: bool
         For a denoise model: the other readouts too, on a 64 KiB sample; leaky ones say LEAKY.
     """
+    if follow.follow:
+        return keep_measuring(follow, open_corpus(text.data), output)
+    if model is None:
+        raise BadInput("Give a model directory, or a run's URL with --follow.")
     opened = load(model, device)
-    text = open_corpus(data).split(split)
-    with bar(f"{split} split") as progress:
-        score = measure(opened, text, progress)
+    read = open_corpus(text.data).split(text.split)
+    with bar(f"{text.split} split") as progress:
+        score = measure(opened, read, progress)
     found: dict[str, Any] = {
         "ce": score.ce,
         "bits_per_byte": score.bits_per_byte,
@@ -57,9 +85,29 @@ def evaluate(
     if readouts:
         if opened.shape.objective != "denoise":
             raise BadInput("Only a denoise model has other readouts; leave out --readouts.")
-        for other in denoise_readouts(opened, text[:SAMPLE], seed=0):
+        for other in denoise_readouts(opened, read[:SAMPLE], seed=0):
             found[f"{'LEAKY: ' if other.leaky else ''}{other.name} (64 KiB sample)"] = other.ce
-    output.result(found, f"{data} {split}, honest readout, nats per byte")
+    output.result(found, f"{text.data} {text.split}, honest readout, nats per byte")
+
+
+def keep_measuring(follow: Follow, corpus: Corpus, output: Output) -> None:
+    """CE of a 64 KiB sample after every few rounds, until the run has ended."""
+    assert follow.follow is not None
+    with tempfile.TemporaryDirectory() as folder, closing(follow.link(follow.follow)) as link:
+        link.note = output.say
+        link.patience = PATIENCE
+        follower, rows, seen = Follower(link, Path(folder)), [], None
+        while True:
+            _, found = follower.checkpoint()
+            rounds = [version.round for version in found.versions]
+            if rounds != seen:
+                rows.append(follower.measure(corpus))
+                output.say("round {round}: CE {ce_sample:.4f} (64 KiB sample)".format(**rows[-1]))
+                seen = rounds
+            if found.ended:
+                break
+            time.sleep(follow.every)
+    output.rows(rows, "CE as the run went on")
 
 
 def audit(model: Path, *, data: str = "wikitext-2", seed: int = 0, output: Out = PLAIN) -> None:

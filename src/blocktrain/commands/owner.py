@@ -7,9 +7,11 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
+from blocktrain.aggregation import backup
 from blocktrain.aggregation.folder import owners_token
-from blocktrain.console import PLAIN, Out, print_json
+from blocktrain.console import PLAIN, Out, bar, print_json
 from blocktrain.wire import messages, owner
+from blocktrain.wire.certificates import trust_by_fingerprint
 from blocktrain.wire.link import Link
 
 PATIENCE = 10.0  # seconds: a person waits
@@ -23,10 +25,13 @@ class As:
     """The owner's token."""
     run: Path | None = None
     """The run's folder, where the owner's token lies, instead of --token."""
+    fingerprint: str | None = None
+    """Of the run's certificate authority, as its coordinator prints it (--tls auto)."""
 
     def link(self, url: str) -> Link:
         """A link on which the owner speaks."""
-        link = Link(url, patience=PATIENCE)
+        trusted = trust_by_fingerprint(url, self.fingerprint) if self.fingerprint else None
+        link = Link(url, verify=trusted, patience=PATIENCE)
         if self.token or self.run:
             link.bearer = self.token or owners_token(self.run or Path())
         return link
@@ -36,9 +41,38 @@ NOBODY = As()
 Asking = Annotated[As, Parameter(name="*")]
 
 
-def status(url: str, *, output: Out = PLAIN) -> None:
+def back_up(run: Path, file: Path, *, output: Out = PLAIN) -> None:
+    """Write a run's folder into one file, while its coordinator runs.
+
+    Parameters
+    ----------
+    run: Path
+        The coordinator's folder.
+    file: Path
+        What to write; it holds keys and the owner's token.
+    """
+    with bar("blobs") as progress:
+        size = backup.back_up(run, file, progress)
+    output.result({"file": str(file), "bytes": size}, "Backup")
+
+
+def restore(file: Path, run: Path, *, output: Out = PLAIN) -> None:
+    """Make a run's folder from a backup, for `blocktrain coordinator` to go on with.
+
+    Parameters
+    ----------
+    file: Path
+        What `blocktrain backup` wrote.
+    run: Path
+        A new folder.
+    """
+    backup.restore(file, run)
+    output.result({"folder": str(run)}, "Restored")
+
+
+def status(url: str, *, asking: Asking = NOBODY, output: Out = PLAIN) -> None:
     """How a run is doing."""
-    now = Link(url, patience=PATIENCE).ask("v1/status", owner.Status)
+    now = asking.link(url).ask("v1/status", owner.Status)
     if output.json:
         print_json(msgspec.to_builtins(now))
         return

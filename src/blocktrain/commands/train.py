@@ -71,7 +71,7 @@ def train(
     with bar(f"opening {here.data}") as progress:
         corpus = open_corpus(here.data, progress)
     count = here.workers or run.plain.shape.blocks * run.plain.pace.replicas
-    crew = Embedded(out, count, here.threads, here.reference_line)
+    crew = Embedded(out, count, here.data, here.threads, here.reference_line)
     settings = Settings(out.resolve().name, run.plain, timing)
     if not (crew.run / "ledger.sqlite").exists():
         begin(crew.run, settings, corpus)

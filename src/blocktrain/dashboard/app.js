@@ -1,7 +1,8 @@
 // The page of a run: what the coordinator says, put where people look for it.
 
-import { Chart, lineOf, valueAt } from "./chart.js";
+import { Chart } from "./chart.js";
 import { History, fillRow, makeRow, many } from "./history.js";
+import { lineOf, valueAt } from "./lines.js";
 import { Live } from "./live.js";
 import { countBlocks, countWorkers, labelOf, showBlocks, showWorkers, stateOf } from "./tables.js";
 import {
@@ -62,7 +63,7 @@ function showTop() {
   const newest = lineOf(curve, "bytes").at(-1);
   const level = newest ? valueAt(lineOf(reference, "bytes"), newest.x) : null;
   put(byId("ce"), newest ? ce(newest.y) : NONE);
-  const apart = level === null ? "" : `, ${signed(newest.y - level)} to the reference`;
+  const apart = level === null ? "" : `, ${signed(newest.y - level)} to reference`;
   put(byId("ce-sub"), newest ? `at ${bytes(newest.x)}${apart}` : "not measured yet");
 
   put(byId("seen"), bytes(status.bytes_seen));
@@ -71,7 +72,7 @@ function showTop() {
   const each = status.parameters ? status.bytes_moved / status.parameters : null;
   put(
     byId("moved-sub"),
-    each === null ? "" : `${each.toFixed(each < 10 ? 2 : 1)} a parameter, ${status.codec}`,
+    each === null ? "" : `${each.toFixed(each < 10 ? 2 : 1)} per parameter, ${status.codec}`,
   );
   put(byId("parameters"), count(status.parameters));
   put(
@@ -134,7 +135,7 @@ function showEvents() {
 // coordinator is gone nobody knows.
 function count1s() {
   if (goneSince !== null)
-    put(byId("gone-for"), `(${duration(Math.round((Date.now() - goneSince) / 1000))})`);
+    put(byId("gone-for"), `· ${duration(Math.round((Date.now() - goneSince) / 1000))}`);
   if (status === null || goneSince !== null) return;
   const passed = (Date.now() - heardAt) / 1000;
   countBlocks(byId("block-rows"), status, status.state === "paused" ? 0 : passed);
@@ -187,10 +188,12 @@ function heard(said) {
 function lost(since) {
   goneSince = since;
   const over = status?.state === "ended";
-  put(byId("gone-since"), `The coordinator has been gone since ${clock(since)}.`);
+  put(byId("gone-since"), `The coordinator has been gone since ${clock(since)}`);
   put(
     byId("gone-more"),
-    over ? "The run had ended; this is how it was." : "What you see is from then. Trying again.",
+    over
+      ? "· The run had ended; this is how it was."
+      : "· What you see is from then; trying again.",
   );
   byId("gone").hidden = false;
   document.body.classList.add("stale");

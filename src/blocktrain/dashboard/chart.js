@@ -1,60 +1,20 @@
 // CE over bytes seen or over time, drawn as SVG by hand: two lines, two axes, one hair that reads
 // them. The legend is the readout: it says the newest values, or those under the pointer.
 
-import { bytes, ce, duration, el, known, put, signed, svg } from "./words.js";
+import {
+  UNITS,
+  extent,
+  lineOf,
+  niceStep,
+  shortTime,
+  ticks,
+  timeStep,
+  timeless,
+  valueAt,
+} from "./lines.js";
+import { bytes, ce, duration, el, put, signed, svg } from "./words.js";
 
 const MARGIN = { top: 10, right: 14, bottom: 40, left: 52 };
-const SPANS = [
-  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
-];
-const UNITS = [
-  [1e12, "TB"],
-  [1e9, "GB"],
-  [1e6, "MB"],
-  [1e3, "kB"],
-  [1, "B"],
-];
-
-// About this many steps between two values, each 1, 2 or 5 times a power of ten.
-function niceStep(from, to, steps) {
-  const rough = (to - from) / steps || 1;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  return power * [1, 2, 5, 10].find((each) => each * power >= rough * 0.999);
-}
-
-function timeStep(from, to, steps) {
-  const rough = (to - from) / steps;
-  return SPANS.find((each) => each >= rough) ?? 86400 * niceStep(from / 86400, to / 86400, steps);
-}
-
-function ticks(from, to, step) {
-  const found = [];
-  for (let n = Math.ceil(from / step - 1e-9); n * step <= to + 1e-9 * step; n += 1)
-    found.push(n * step);
-  return found;
-}
-
-// The value of a line at x, between its points; null beyond its ends.
-export function valueAt(line, x) {
-  const after = line.findIndex((point) => point.x >= x);
-  if (after < 0) return null;
-  const [a, b] = [line[Math.max(0, after - 1)], line[after]];
-  if (b.x === x) return b.y;
-  return after === 0 ? null : a.y + ((b.y - a.y) * (x - a.x)) / (b.x - a.x);
-}
-
-// Points as (x, y) in the order of x; what was not a finite number is left out. A reference that
-// does not know when it was measured is, over time, only the level that it ended at.
-export function lineOf(points, over) {
-  const key = over === "time" ? "time" : "bytes_seen";
-  const line = points
-    .filter((each) => known(each.ce) && known(each[key]))
-    .map((each) => ({ x: each[key], y: each.ce, point: each }));
-  return line.sort((a, b) => a.x - b.x);
-}
-
-const timeless = (points) =>
-  points.length > 1 && points.every((each) => each.time === points[0].time);
 
 export class Chart {
   #shown = { curve: [], reference: [], over: "bytes", part: "whole" };
@@ -62,25 +22,17 @@ export class Chart {
   #at = null; // x of the hair; null is the newest point
 
   constructor(place) {
-    const entry = (name, text, line) => {
-      const value = el("output", { class: `value ${line}`, "aria-live": "off" });
-      const label = el(
-        "span",
-        { class: "entry" },
-        ...(line ? [el("span", { class: `line ${line}` })] : []),
-        text,
-        value,
-      );
-      this[name] = { label, value };
-      return label;
-    };
-    const legend = el(
-      "p",
-      { class: "legend" },
-      entry("run", "this run", "run"),
-      entry("ref", "reference", "reference"),
-      entry("apart", "difference", ""),
-    );
+    const legend = el("p", { class: "legend" });
+    for (const [name, line] of Object.entries({ run: "run", ref: "reference", apart: "" })) {
+      const text = el("span");
+      const value = el("span", { class: "value" });
+      const label = el("span", { class: "entry" }, text, value);
+      if (line) label.prepend(el("span", { class: `line ${line}` }));
+      this[name] = { label, text, value, points: [] };
+      legend.append(label);
+    }
+    put(this.run.text, "this run");
+    put(this.apart.text, "difference");
     this.where = el("span", { class: "where muted" });
     legend.append(this.where);
     const slider = {
@@ -101,7 +53,9 @@ export class Chart {
     place.append(legend, this.svg, this.empty);
     this.svg.addEventListener("pointermove", (event) => this.#point(event));
     this.svg.addEventListener("pointerdown", (event) => this.#point(event));
-    this.svg.addEventListener("pointerleave", () => this.#read(null));
+    this.svg.addEventListener("pointerleave", (event) => {
+      if (event.pointerType === "mouse") this.#read(null); // a finger that is lifted has not gone
+    });
     this.svg.addEventListener("blur", () => this.#read(null));
     this.svg.addEventListener("keydown", (event) => this.#key(event));
     new ResizeObserver(() => this.#draw()).observe(this.svg);
@@ -125,6 +79,7 @@ export class Chart {
     this.svg.toggleAttribute("hidden", both.length === 0);
     this.run.label.hidden = this.run.points.length === 0;
     this.ref.label.hidden = reference.length === 0;
+    put(this.ref.text, level ? "reference, at its end" : "reference");
     const { width, height } = this.svg.getBoundingClientRect();
     if (both.length === 0 || width < 100) return this.svg.replaceChildren();
 
@@ -139,11 +94,9 @@ export class Chart {
         { x: end, y: last.y },
       ];
 
-    const seen = [...this.run.points, ...this.ref.points]
-      .filter((each) => each.x >= begin && each.x <= end)
-      .map((each) => each.y);
-    const slack = 0.06 * (Math.max(...seen) - Math.min(...seen)) || 0.05;
-    const [low, high] = [Math.min(...seen) - slack, Math.max(...seen) + slack];
+    const [bottom, top] = extent([this.run.points, this.ref.points], begin, end);
+    const slack = 0.06 * (top - bottom) || 0.05 * Math.abs(top) || 0.05;
+    const [low, high] = [bottom - slack, top + slack];
     const [w, h] = [width - MARGIN.left - MARGIN.right, height - MARGIN.top - MARGIN.bottom];
     this.scale = {
       begin,
@@ -154,7 +107,7 @@ export class Chart {
       y: (y) => (h * (high - y)) / (high - low),
     };
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    this.svg.replaceChildren(...this.#axes(low, high), this.#lines());
+    this.svg.replaceChildren(...this.#axes(low, high), ...this.#lines());
     this.svg.setAttribute("aria-valuemax", String(Math.max(0, this.#stops().length - 1)));
     this.#read(this.#at);
   }
@@ -163,7 +116,7 @@ export class Chart {
     const { begin, end, w, h, x, y } = this.scale;
     const [left, top] = [MARGIN.left, MARGIN.top];
     const over = this.#shown.over;
-    const step = niceStep(low, high, Math.max(2, h / 48));
+    const step = niceStep(low, high, Math.max(2, h / 40));
     const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     const parts = ticks(low, high, step).flatMap((value) => [
       svg("line", {
@@ -236,8 +189,10 @@ export class Chart {
     box.append(this.hair);
     if (this.ref.points.length) box.append(line(this.ref.points, "reference"));
     if (this.run.points.length) box.append(line(this.run.points, "run"));
-    box.append(this.dots.ref, this.dots.run);
-    return box;
+    // The dots stand on top of it, whole even at its rim.
+    const rim = svg("g", { transform: `translate(${MARGIN.left} ${MARGIN.top})` });
+    rim.append(this.dots.ref, this.dots.run);
+    return [box, rim];
   }
 
   // --- reading ------------------------------------------------------------------------------------
@@ -310,13 +265,4 @@ export class Chart {
     this.svg.setAttribute("aria-valuenow", String(n));
     this.svg.setAttribute("aria-valuetext", `${where}: this run ${ce(run)}, reference ${ce(ref)}`);
   }
-}
-
-function shortTime(seconds, stride) {
-  if (seconds === 0) return "0";
-  if (stride < 60) return `${seconds} s`;
-  if (stride < 3600 && seconds < 7200) return `${Math.round(seconds / 60)} min`;
-  if (stride < 86400)
-    return `${Math.floor(seconds / 3600)}:${String(Math.round((seconds % 3600) / 60)).padStart(2, "0")} h`;
-  return `${Math.round(seconds / 86400)} d`;
 }

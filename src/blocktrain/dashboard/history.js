@@ -94,9 +94,9 @@ export function sentence(event, nameOf) {
   const because = why == null ? "" : `: ${why}`;
   switch (event.kind) {
     case "opened":
-      return `${place} opened${known(seconds) ? `, ${countdown(seconds)} until its deadline` : ""}${because}`;
+      return `${capital(place)} opened${known(seconds) ? `, ${countdown(seconds)} until its deadline` : ""}${because}`;
     case "closed":
-      return `${place} closed${known(detail.updates) ? ` with ${many(detail.updates, "update")}` : ""}${because}`;
+      return `${capital(place)} closed${known(detail.updates) ? ` with ${many(detail.updates, "update")}` : ""}${because}`;
     case "extended":
       return `Nothing came by the deadline${For}${known(seconds) ? `; ${duration(seconds)} more` : ""}${because}`;
     case "taken":
@@ -151,5 +151,5 @@ export function makeRow(event) {
 }
 
 export function fillRow(row, event, nameOf) {
-  put(row.lastElementChild, capital(sentence(event, nameOf)));
+  put(row.lastElementChild, sentence(event, nameOf));
 }

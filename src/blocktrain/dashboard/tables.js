@@ -79,7 +79,7 @@ function fillBlock(row, block, status, history) {
     put(node, whole(block[name]));
     node.classList.toggle("some", block[name] > 0);
   }
-  const rounds = history.rounds(block.block, LAST_ROUNDS);
+  const rounds = history.rounds(block.block, LAST_ROUNDS).filter((each) => known(each.opened));
   const strip = at(row, ".rounds");
   const drawn = JSON.stringify(rounds);
   if (strip.dataset.drawn !== drawn) {
@@ -96,13 +96,12 @@ const toneOf = (record) =>
       : "fine";
 
 function roundsStrip(rounds) {
-  const took = rounds.map((each) => (known(each.opened) ? each.closed - each.opened : null));
-  const longest = Math.max(...took.map((each) => each ?? 0), 1e-9);
+  const longest = Math.max(...rounds.map((each) => each.closed - each.opened), 1e-9);
   const bars = rounds.map((record, index) => {
-    const height = took[index] === null ? 4 : Math.max(3, (22 * took[index]) / longest);
+    const took = record.closed - record.opened;
+    const height = Math.max(3, (22 * took) / longest);
     const said = [
-      `Round ${record.round}`,
-      took[index] === null ? "" : `took ${duration(took[index])}`,
+      `Round ${record.round} took ${duration(took)}`,
       record.taken ? `${record.taken} taken` : "",
       record.salvaged ? `${record.salvaged} late` : "",
       record.refused ? `${record.refused} refused` : "",
@@ -117,7 +116,13 @@ function roundsStrip(rounds) {
   const width = 7 * LAST_ROUNDS;
   return svg(
     "svg",
-    { class: "strip", viewBox: `0 0 ${width} 24`, role: "img", "aria-label": label },
+    {
+      class: "strip",
+      viewBox: `0 0 ${width} 24`,
+      preserveAspectRatio: "xMinYMid",
+      role: "img",
+      "aria-label": label,
+    },
     ...bars,
   );
 }
@@ -184,7 +189,7 @@ function makeWorker(worker) {
       el("span", { class: "text" }),
     ),
     cell("At", "at"),
-    cell("Seconds a step", "pace number"),
+    cell("s a step", "pace number"),
     cell("Sent", "sent number"),
     cell("Received", "received number"),
     cell("Updates", "updates number"),

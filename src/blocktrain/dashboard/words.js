@@ -45,11 +45,14 @@ export function countdown(seconds) {
   return (hours ? `${hours}:${two(minutes)}` : String(minutes)) + `:${two(left % 60)}`;
 }
 
-export const pace = (seconds) =>
-  known(seconds) ? Number(seconds.toPrecision(3)).toString() : NONE;
+// Seconds a step, aligned under each other.
+export const pace = (seconds) => (known(seconds) ? seconds.toFixed(seconds < 10 ? 3 : 1) : NONE);
 
+// The time of day by the reader's clock, and the day unless it is today.
 export function clock(date) {
-  return date.toLocaleTimeString("en-GB", { hour12: false });
+  const time = date.toLocaleTimeString("en-GB");
+  if (date.toDateString() === new Date().toDateString()) return time;
+  return `${date.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${time}`;
 }
 
 export const part = (value, of) =>

@@ -29,6 +29,7 @@ from blocktrain.learning.local import parameters_of
 from blocktrain.learning.model import new_block
 from blocktrain.services.run import Run
 from blocktrain.wire import tensors
+from blocktrain.wire.certificates import make_authority
 from blocktrain.wire.signing import load_or_make_key
 
 
@@ -87,6 +88,7 @@ def begin(folder: Path, settings: Settings, corpus: Corpus) -> str:
     with errors_are_clear(folder):
         folder.mkdir(parents=True, exist_ok=True)
         load_or_make_key(folder / KEY)
+        make_authority(folder, settings.name)
         if settings.serve_corpus:
             (folder / CORPUS).mkdir(exist_ok=True)
             for name in SPLITS:

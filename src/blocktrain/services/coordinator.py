@@ -119,7 +119,11 @@ class Coordinator:
         ]
         base = "/" + base_path.strip("/")
         mounted = [Mount(base, routes=routes)] if base != "/" else []
-        return Starlette(routes=[*mounted, *routes], lifespan=self.lifespan)
+        return Starlette(
+            routes=[*mounted, *routes],
+            lifespan=self.lifespan,
+            exception_handlers={404: nothing_here, 405: nothing_here},
+        )
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -193,10 +197,10 @@ class Coordinator:
     async def status(self, request: Request) -> Response:
         """How the run is doing, as JSON."""
         self.door.slow_down(address(request))
-        return Response(await self.status_bytes(), media_type="application/json")
+        return say(await asyncio.to_thread(self.look))
 
     async def status_bytes(self) -> bytes:
-        """Made at most once in half a second, however many watch."""
+        """For those who watch: made at most once in half a second, however many they are."""
         made, body = self.said
         if time.monotonic() - made > SSE_EVERY / 2:
             body = messages.encode(await asyncio.to_thread(self.look))
@@ -450,6 +454,11 @@ def refused(error: BlockTrainError) -> Response:
     if code in (429, 503):
         response.headers["Retry-After"] = "2"
     return response
+
+
+async def nothing_here(request: Request, error: Exception) -> Response:
+    """For paths and methods that mean nothing."""
+    return refused(NoBlob("There is nothing here; the dashboard is at the root."))
 
 
 async def read(request: Request, kind: type[messages.M]) -> messages.M:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,6 +75,8 @@ class Embedded:
 
     folder: Path
     workers: int
+    data: str
+    """What its workers open as the run's text."""
     threads: int = 1
     reference_line: Path | None = None
     url: str = ""
@@ -95,11 +97,11 @@ class Embedded:
         """Everything runs; at the end, however it comes, everything is told to stop."""
         try:
             self.start_coordinator()
-            link = Link(self.url, patience=START)
-            link.bearer = self.token
-            for number in range(1, self.workers + 1):
-                self.start_worker(number)
-            yield link
+            with closing(Link(self.url, patience=START)) as link:
+                link.bearer = self.token
+                for number in range(1, self.workers + 1):
+                    self.start_worker(number)
+                yield link
         finally:
             self.stop()
 
@@ -139,6 +141,7 @@ class Embedded:
             "--folder", str(self.folder / "workers" / str(number)),
             "--name", f"worker-{number}",
             "--threads", str(self.threads),
+            "--data", self.data,
         ]  # fmt: skip
         child = Child(f"worker-{number}", arguments, self.folder / "logs" / f"worker-{number}.log")
         child.start()

@@ -69,6 +69,8 @@ class Replay:
         body = tensors.encode(kept.snapshot, "fp32")
         self.compare(f"the snapshot of {name}", body, expected)
         self.snapshots[expected] = kept.snapshot
+        while len(self.snapshots) > len(self.charter.first) * (self.charter.rules.memory + 1):
+            self.snapshots.pop(next(iter(self.snapshots)))  # too old for any update to build on
         body = tensors.encode(kept.steady, "fp32")
         steady = Digest(hashlib.sha256(body).hexdigest())
         (self.folder / steady).write_bytes(body)

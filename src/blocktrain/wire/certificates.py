@@ -116,9 +116,8 @@ class Authority:
         """
         names = names_of(hosts)
         papers = server_papers(folder)
-        if not papers.key.exists():
-            with suppress(BadKey):  # another process was faster: its key is the one
-                write_key(ec.generate_private_key(ec.SECP256R1()), papers.key)
+        with suppress(BadKey):  # there is one already
+            write_key(ec.generate_private_key(ec.SECP256R1()), papers.key)
         now = now or datetime.now(UTC)
         blank = self.blank("BlockTrain coordinator", read_key(papers.key).public_key(), now)
         leaf = self.sign(blank, names, [SERVES], now + SERVER_LIFE)
@@ -179,10 +178,8 @@ def make_authority(folder: Path, run_name: str, now: datetime | None = None) -> 
     """A new authority, kept in that folder. One that is there is never overwritten."""
     now = now or datetime.now(UTC)
     key_path, path = folder / "authority.key", folder / "authority.pem"
-    if path.exists():
-        raise BadKey(f"There is an authority at {path} already; use it, or move it away.")
     key = ec.generate_private_key(ec.SECP256R1())
-    name = f"BlockTrain {run_name}"[:64]  # a certificate takes no longer one
+    name = f"BlockTrain {run_name}".encode(errors="replace")[:64].decode(errors="ignore")
     certificate = (
         certificate_of(name, key.public_key(), now)
         .issuer_name(common_name(name))
@@ -194,8 +191,7 @@ def make_authority(folder: Path, run_name: str, now: datetime | None = None) -> 
     made = Authority(key, certificate)
     write_key(key, key_path)
     try:
-        with errors_are_clear(path):
-            write_atomically(path, made.pem, replace=False)
+        write_new(path, made.pem, 0o644)
     except BaseException:
         key_path.unlink()  # half an authority would be in the way of a whole one
         raise
@@ -231,7 +227,7 @@ def certificate_of(name: str, public: Public, now: datetime) -> x509.Certificate
 
 
 def common_name(name: str) -> x509.Name:
-    """The whole subject of a certificate."""
+    """The whole subject of a certificate; a name has at most 64 bytes."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
@@ -258,13 +254,17 @@ def server_papers(folder: Path) -> Papers:
 
 
 def write_key(key: ec.EllipticCurvePrivateKey, path: Path) -> None:
-    """Writes the key, for its owner's eyes only. A key is never overwritten."""
-    body = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    """Writes the key, for its owner's eyes only."""
+    write_new(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
+
+
+def write_new(path: Path, body: bytes, mode: int) -> None:
+    """Writes a file that is not there yet: of several writers one wins."""
     with errors_are_clear(path):
         try:
-            write_atomically(path, body, mode=0o600, replace=False)
+            write_atomically(path, body, mode, replace=False)
         except FileExistsError:
-            raise BadKey(f"There is a key at {path} already; use it, or move it away.") from None
+            raise BadKey(f"There is {path} already; use it, or move it away.") from None
 
 
 def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -273,8 +273,8 @@ def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     key = None
     with suppress(*UNUSABLE):
         key = load_pem_private_key(body, password=None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise BadKey(f"{path} holds no P-256 key; restore it, or move it away for a new one.")
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise BadKey(f"{path} holds no ECDSA key; restore it, or move it away for a new one.")
     return key
 
 
@@ -362,8 +362,9 @@ def peer_id(link: ssl.SSLSocket | ssl.SSLObject) -> PublicId | None:
     """Who the other side has proved to be; None if it showed nothing, or is no member."""
     seen = link.getpeercert() or {}  # None: showed nothing; empty: showed what was not checked
     names = cast(tuple[tuple[str, str], ...], seen.get("subjectAltName", ()))
-    ids = [name.removeprefix(MEMBER_URI) for kind, name in names if kind == "URI"]
-    return PublicId(ids[0]) if len(ids) == 1 and is_id(ids[0]) else None
+    uris = [name for kind, name in names if kind == "URI" and name.startswith(MEMBER_URI)]
+    id = uris[0].removeprefix(MEMBER_URI) if len(uris) == 1 else ""
+    return PublicId(id) if is_id(id) else None
 
 
 def shown(fingerprint: str) -> str:
@@ -423,7 +424,7 @@ def fetch_authority(url: str, timeout: float) -> bytes:
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
-            body = answer.read(MAX_PEM + 1)
+            body = answer.read(MAX_PEM)
         finally:
             clock.cancel()
     except (OSError, HTTPException, UnicodeError) as error:
@@ -431,7 +432,7 @@ def fetch_authority(url: str, timeout: float) -> bytes:
         raise Unreachable(f"{url} does not answer ({why}); check the address.") from None
     finally:
         connection.close()
-    if answer.status != 200 or len(body) > MAX_PEM:
+    if answer.status != 200:
         raise NotAllowed(
             f"{url} shows no authority; join without a fingerprint, or check the address."
         )

@@ -12,11 +12,9 @@ import re
 import ssl
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.cookiejar import DefaultCookiePolicy
-from ipaddress import ip_address
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -28,6 +26,7 @@ from blocktrain.errors import (
     BadInput,
     BlobTooLarge,
     BlockTrainError,
+    NoBlob,
     NotAllowed,
     OtherProtocol,
     RefusedBlob,
@@ -89,10 +88,11 @@ class Link:
         self.changing = threading.Lock()
         self.meter = Meter(limits)
         if address.scheme == "https" and verify is None:
-            verify = httpx.create_ssl_context()
+            verify = httpx.create_ssl_context(trust_env=False)
         self.client = httpx.Client(
-            transport=Transport(pool(address, verify, Backend(self.meter))),
+            transport=Transport(pool(verify, Backend(self.meter))),
             headers={"User-Agent": "blocktrain", "Accept-Encoding": "identity"},
+            trust_env=False,  # only config.py reads the environment
         )
         self.client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
 
@@ -253,6 +253,8 @@ class Link:
         kind: type[BlockTrainError] = BadInput
         if status in (401, 403):
             kind = NotAllowed
+        elif status == 404:
+            kind = NoBlob
         elif status == 426:
             kind = OtherProtocol
         return kind(printable(self._message(response, Refused).why))
@@ -352,51 +354,11 @@ def checked(url: str) -> httpx.URL:
     return address
 
 
-def pool(
-    address: httpx.URL, verify: ssl.SSLContext | None, backend: Backend
-) -> httpcore.ConnectionPool:
-    """Connections that are kept for the next request, through the machine's proxy if it has one."""
-    proxy = proxy_for(address)
-    if proxy is None:
-        return httpcore.ConnectionPool(
-            ssl_context=verify, keepalive_expiry=KEEP_ALIVE, network_backend=backend
-        )
-    return httpcore.HTTPProxy(
-        proxy_url=str(proxy.url),
-        proxy_auth=proxy.raw_auth,
-        ssl_context=verify,
-        keepalive_expiry=KEEP_ALIVE,
-        network_backend=backend,
+def pool(verify: ssl.SSLContext | None, backend: Backend) -> httpcore.ConnectionPool:
+    """Connections that are kept for the next request, straight to the coordinator."""
+    return httpcore.ConnectionPool(
+        ssl_context=verify, keepalive_expiry=KEEP_ALIVE, network_backend=backend
     )
-
-
-def proxy_for(address: httpx.URL) -> httpx.Proxy | None:
-    """What HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY say, by urllib's reading of them.
-
-    This machine itself is never reached through a proxy.
-    """
-    if is_this_machine(address.host) or urllib.request.proxy_bypass(address.host):
-        return None
-    proxies = urllib.request.getproxies()
-    chosen = proxies.get(address.scheme) or proxies.get("all")
-    if not chosen:
-        return None
-    with suppress(httpx.InvalidURL, ValueError):
-        proxy = httpx.Proxy(chosen if "://" in chosen else f"http://{chosen}")
-        if proxy.url.scheme in ("http", "https"):
-            return proxy
-    raise BadInput(
-        f"The proxy for {address.scheme} is not understood; set {address.scheme.upper()}_PROXY "
-        f"to http://HOST:PORT, or NO_PROXY to {address.host}."
-    )
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether a host is the loopback interface, by its usual name or by number."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import httpcore
 
-from blocktrain.errors import BadInput, BlockTrainError, NotAllowed
+from blocktrain.errors import BadInput, NotAllowed, TrafficSpent
 
 PIECE = 64 * 1024  # bytes read or written at once without a limit; httpcore reads as many
 SMALLEST_PIECE = 1024
@@ -24,12 +24,6 @@ PIECES_PER_SECOND = 20  # with a limit: 2.5 kB each at 50 kB/s
 BURST = 0.1  # seconds of rate that may be caught up on after a pause, or a sleep that took too long
 
 T = TypeVar("T")
-
-
-class TrafficSpent(BlockTrainError):
-    """The volunteer's traffic is used up."""
-
-    exit_code = 13
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,7 @@ class Meter:
         left = self.left()
         if left is not None and amount > left:
             raise TrafficSpent(
-                f"Only {max(0, left)} of {self.traffic} bytes of traffic are left, which is too few "
+                f"Only {max(0, left)} of {self.traffic} bytes of traffic are left, too few "
                 "for what comes next; raise the limit, or come back another time."
             )
 
@@ -175,7 +169,7 @@ class Counted(httpcore.NetworkStream):
 
 
 class Encrypted(httpcore.NetworkStream):
-    """TLS over any stream; over another one of these too, for a proxy that is reached by TLS."""
+    """TLS over a counted stream."""
 
     def __init__(
         self,
@@ -202,14 +196,6 @@ class Encrypted(httpcore.NetworkStream):
 
     def close(self) -> None:
         self.inner.close()
-
-    def start_tls(
-        self,
-        ssl_context: ssl.SSLContext,
-        server_hostname: str | None = None,
-        timeout: float | None = None,
-    ) -> httpcore.NetworkStream:
-        return Encrypted(self, ssl_context, server_hostname, timeout)
 
     def get_extra_info(self, info: str) -> Any:
         if info == "ssl_object":
