@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/first
 
-.PHONY: run test check proofs format reference clean
+.PHONY: run test check proofs three-hosts format reference clean
 
 run: $(VENV)/.ready  ## train the default model on WikiText-2, measure it, let it write
-	$(BIN)/blocktrain lab --out $(RUN) --reference-line docs/reference.jsonl
+	$(BIN)/blocktrain train --out $(RUN) --reference-line docs/reference.jsonl
 	$(BIN)/blocktrain audit $(RUN)
 	$(BIN)/blocktrain generate $(RUN) "The history of the " --length 400
 
 test: $(VENV)/.ready-dev  ## every test of the ordinary suite
+	sh tests/system.sh
 	$(BIN)/pytest
 
 check: $(VENV)/.ready-dev  ## what pre-commit and CI check besides the tests
@@ -22,6 +23,9 @@ check: $(VENV)/.ready-dev  ## what pre-commit and CI check besides the tests
 
 proofs: $(VENV)/.ready-dev  ## the numbers of issue size: compute, memory, learning; about an hour
 	$(BIN)/pytest proofs --timeout 7200
+
+three-hosts: $(VENV)/.ready  ## train across three hosts with a WAN between them; needs root
+	$(BIN)/blocktrain bench three-hosts --out runs/three-hosts --rounds 24
 
 format: $(VENV)/.ready-dev  ## let ruff do what it can
 	$(BIN)/ruff check --fix .

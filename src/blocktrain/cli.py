@@ -53,6 +53,10 @@ GROUPS = {
         "What this machine does, measured.",
         {
             "compute": ("bench:compute", "A block's training step against the GEMM peak."),
+            "codecs": ("choices:codecs", "CE by codec, in the lab."),
+            "replicas": ("choices:replicas", "CE by replicas per block, in the lab."),
+            "network": ("network:network", "The network's CPU-seconds against the lab's."),
+            "three-hosts": ("hosts:three_hosts", "CE and bytes moved across a WAN of three hosts."),
             "memory": ("bench:memory", "A worker's memory against an end-to-end trainer's."),
         },
     ),

@@ -26,6 +26,7 @@ def test_many_updates_need_the_memory_of_less_than_one(codec: str, slowest: floa
     assert slowest < found["speed_ratio"] < 20
     assert found["speed_ratio"] == found["numpy_seconds"] / found["combine_seconds"]
     assert found["combine_seconds"] > 0
+    assert found["speed_ratio_by_clock"] > 0
     assert found["seconds_with_writing"] > found["combine_seconds"] / 3
 
 

@@ -84,6 +84,8 @@ SENDER = """
 CATCHER = """
     import json, socket, sys, time
     door = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    SO_RCVBUFFORCE = 33  # room for all of them: what gets lost is to be the WAN's loss alone
+    door.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 2**22)
     door.bind((sys.argv[1], 9000))
     print("open", flush=True)
     door.settimeout(5)
@@ -96,13 +98,14 @@ CATCHER = """
     except TimeoutError:
         print(json.dumps({"came": len(came), "spread": came[-1] - came[0]}))
 """
+# Throws that many datagrams of that size as soon as it is told to.
 THROWER = """
-    import socket, sys, time
+    import socket, sys
     line = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    address, count, size, instant = sys.argv[1], *map(float, sys.argv[2:])
-    time.sleep(max(0, instant - time.time()))
-    for _ in range(int(count)):
-        line.sendto(bytes(int(size)), (address, 9000))
+    print("open", flush=True)
+    sys.stdin.readline()
+    for _ in range(int(sys.argv[2])):
+        line.sendto(bytes(int(sys.argv[3])), (sys.argv[1], 9000))
 """
 # Starts a process of its own, prints its pid, and waits for it.
 FAMILY = """
@@ -116,15 +119,17 @@ HOLDER = """
     import subprocess, time
     from blocktrain.bench.hosts import Wan, hosts
     with hosts(["anna", "ben"], Wan()) as made:
-        say_and_sleep = ["sh", "-c", "echo; exec sleep 60"]
-        made["anna"].start(say_and_sleep, stdout=subprocess.PIPE).stdout.readline()
+        say_and_stay = ["sh", "-c", "echo; exec sleep 60"]
+        made["anna"].start(say_and_stay, stdout=subprocess.PIPE).stdout.readline()
         print(made["anna"].space, made["ben"].space, flush=True)
         time.sleep(60)
 """
 
 
 def program(text: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)]
+    """Runs ahead of others, like the forwarder: what is measured is the WAN, not the machine."""
+    hurry = f"import os\nos.setpriority(os.PRIO_PROCESS, 0, {tun.NICE})\n"
+    return [sys.executable, "-c", hurry + textwrap.dedent(text), *map(str, arguments)]
 
 
 def begin(host: Host, text: str, *arguments: object) -> subprocess.Popen[str]:
@@ -141,6 +146,17 @@ def serve(host: Host, text: str) -> subprocess.Popen[str]:
     process = begin(host, text, host.address)
     assert hear(process) == "open"
     return process
+
+
+def throw(senders: list[Host], to: Host, count: int, size: int) -> dict[str, float]:
+    """All senders throw at once; what came, and how far apart the first and the last came."""
+    throwers = [begin(host, THROWER, to.address, count, size) for host in senders]
+    assert [hear(thrower) for thrower in throwers] == ["open"] * len(throwers)
+    catcher = serve(to, CATCHER)
+    for thrower in throwers:
+        print(file=thrower.stdin, flush=True)
+    found: dict[str, float] = json.loads(hear(catcher))
+    return found
 
 
 def ping(pinger: subprocess.Popen[str], wait: float = 5) -> float | None:
@@ -250,28 +266,22 @@ def test_a_partition_stops_traffic_and_healing_resumes_the_same_connection(
 def test_the_queue_is_bounded(way: Way) -> None:
     """200 ms at 2 Mbit/s are 50 kB: of 200 kB at once, most must get lost."""
     with hosts(["anna", "ben"], Wan(rtt_ms=10, mbit=2, queue_ms=200), by=way) as made:
-        catcher = serve(made["ben"], CATCHER)
-        made["anna"].run(program(THROWER, made["ben"].address, 200, 1000, 0), timeout=10)
-        assert 30 <= json.loads(hear(catcher))["came"] <= 80
+        found = throw([made["anna"]], made["ben"], 200, 1000)
+        assert 30 <= found["came"] <= 80
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_loss_is_what_was_asked(way: Way) -> None:
     """300 packets at 30 %: 210 come, give or take five deviations of 8."""
     with hosts(["anna", "ben"], Wan(rtt_ms=10, mbit=20, loss=0.3), by=way) as made:
-        catcher = serve(made["ben"], CATCHER)
-        made["anna"].run(program(THROWER, made["ben"].address, 300, 100, 0), timeout=10)
-        assert 170 <= json.loads(hear(catcher))["came"] <= 250
+        found = throw([made["anna"]], made["ben"], 300, 100)
+        assert 170 <= found["came"] <= 250
 
 
 def test_two_senders_share_the_receivers_downlink(trio: list[Host]) -> None:
     """150 kB each take 60 ms on their own uplink, but 120 ms together on one downlink."""
     anna, ben, clara = trio
-    catcher = serve(clara, CATCHER)
-    instant = time.time() + 0.3
-    for host in (anna, ben):
-        begin(host, THROWER, clara.address, 150, 972, instant)  # and 28 bytes of header
-    found = json.loads(hear(catcher))
+    found = throw([anna, ben], clara, 150, 972)  # and 28 bytes of header
     assert found["came"] == 300
     assert found["spread"] >= 0.100
 
@@ -330,7 +340,8 @@ def test_what_a_killed_process_left_is_swept_up_by_the_next() -> None:
     code, names, processes = hold(signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert all(name.exists() for name in names)
-    assert living(processes, most=1) == ["sleep"]  # what carried packets has ended by itself
+    (left,) = living(processes, most=1)
+    assert left in ("sh", "sleep")  # what carried packets has ended by itself
     with hosts(["anna"], Wan()) as made:
         assert not any(name.exists() for name in names)
         assert (spaces.FOLDER / made["anna"].space).exists()

@@ -50,16 +50,16 @@ def test_no_address_is_absolute_and_no_text_becomes_markup(name: str) -> None:
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def test_the_top_says_how_the_run_is_doing(shown: Page) -> None:
-    expect(shown.get_by_role("heading", level=1)).to_have_text("wikitext-evening")
-    expect(shown.locator("#state")).to_have_text("running")
-    expect(shown.locator("#round")).to_have_text("23 of 40")
-    expect(shown.locator("#left")).to_have_text("≈ 15 min")  # 18 rounds, one each 50 s
-    expect(shown.locator("#ce")).to_have_text("1.569")
-    expect(shown.locator("#ce-sub")).to_have_text("at 901 kB, +0.034 to reference")
-    expect(shown.locator("#moved")).to_have_text("48.8 MB")
-    expect(shown.locator("#parameters")).to_have_text("3.41 million")
-    expect(shown).to_have_title("wikitext-evening · round 23/40 · CE 1.569")
+def test_the_top_says_how_the_run_is_doing(page: Page) -> None:
+    expect(page.get_by_role("heading", level=1)).to_have_text("wikitext-evening")
+    expect(page.locator("#state")).to_have_text("running")
+    expect(page.locator("#round")).to_have_text("23 of 40")
+    expect(page.locator("#left")).to_have_text("≈ 15 min")  # 18 rounds, one each 50 s
+    expect(page.locator("#ce")).to_have_text("1.569")
+    expect(page.locator("#ce-sub")).to_have_text("at 901 kB, +0.034 to reference")
+    expect(page.locator("#moved")).to_have_text("48.8 MB")
+    expect(page.locator("#parameters")).to_have_text("3.41 million")
+    expect(page).to_have_title("wikitext-evening · round 23/40 · CE 1.569")
 
 
 def points(page: Page, line: str) -> int:
@@ -69,20 +69,20 @@ def points(page: Page, line: str) -> int:
     return len(re.findall("[ML]", path))
 
 
-def test_the_curve_is_drawn_beside_its_reference_and_can_be_read(shown: Page) -> None:
-    assert (points(shown, "run"), points(shown, "reference")) == (12, 21)
-    expect(shown.locator(".plot .label")).to_have_text(
+def test_the_curve_is_drawn_beside_its_reference_and_can_be_read(page: Page) -> None:
+    assert (points(page, "run"), points(page, "reference")) == (12, 21)
+    expect(page.locator(".plot .label")).to_have_text(
         ["MB seen by each block", "CE, nats per byte"]
     )
-    assert shown.locator(".plot .tick").count() >= 6
-    legend, plot = shown.locator(".legend"), shown.locator(".plot")
+    assert page.locator(".plot .tick").count() >= 6
+    legend, plot = page.locator(".legend"), page.locator(".plot")
     expect(legend).to_contain_text("this run1.569reference1.536difference+0.034at 901 kB, 18 min")
 
     box = plot.bounding_box()
     assert box
-    shown.mouse.move(box["x"] + 60, box["y"] + 90)  # near the left end
+    page.mouse.move(box["x"] + 60, box["y"] + 90)  # near the left end
     expect(legend).to_contain_text("this run5.550reference5.550difference+0.000at 0 B")
-    shown.mouse.move(10, 10)
+    page.mouse.move(10, 10)
     expect(legend).to_contain_text("this run1.569")
 
 
@@ -108,8 +108,8 @@ def test_the_curve_can_be_read_with_keys(page: Page) -> None:
     expect(plot).to_have_attribute("aria-valuenow", "0")
 
 
-def test_each_block_has_a_row(shown: Page) -> None:
-    rows = shown.locator("#block-rows tr")
+def test_each_block_has_a_row(page: Page) -> None:
+    rows = page.locator("#block-rows tr")
     expect(rows).to_have_count(4)
     expect(rows.first.get_by_role("rowheader")).to_contain_text("1")  # of block 0
     cells = rows.nth(1).get_by_role("cell")
@@ -135,17 +135,17 @@ def test_a_deadline_is_counted_down_without_a_word_from_the_coordinator(page: Pa
     assert 0.1 < part < 31 / 50.3
 
 
-def test_the_workers_have_rows_with_what_they_gave(shown: Page) -> None:
-    headers = shown.locator("#workers").get_by_role("columnheader")
+def test_the_workers_have_rows_with_what_they_gave(page: Page) -> None:
+    headers = page.locator("#workers").get_by_role("columnheader")
     expect(headers).to_have_text(
         ["Worker", "State", "At", "Seconds a step", "Sent", "Received", "Updates", "Contribution"]
     )
-    cells = row(shown, "dora.example").get_by_role("cell")
+    cells = row(page, "dora.example").get_by_role("cell")
     expect(cells).to_have_text(
         ["here", "block 2, round 23", "1.270", "1.80 MB", "4.49 MB", "20", "125 kB · 4 %"]
     )
-    expect(row(shown, "gpu-box@lab").locator(".here")).to_have_text("banned")
-    expect(shown.locator("#workers-sub")).to_have_text("6 of 8 here")
+    expect(row(page, "gpu-box@lab").locator(".here")).to_have_text("banned")
+    expect(page.locator("#workers-sub")).to_have_text("6 of 8 here")
 
 
 def test_it_says_who_was_late_and_what_was_refused_and_why(page: Page) -> None:
@@ -321,4 +321,5 @@ def test_the_policy_holds(page: Page, watch: Any, coordinator: Any) -> None:
         }"""
     )
     expect(page).to_have_title("wikitext-evening · round 23/40 · CE 1.569")
+    assert "Content Security Policy" in watch.complaints[0]
     watch.forgive("Content Security Policy")

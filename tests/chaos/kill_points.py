@@ -19,11 +19,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from blocktrain.aggregation import store
+from blocktrain.aggregation.events import Combine
 from blocktrain.aggregation.keeper import Keeper
 from blocktrain.aggregation.sqlite import SqliteTransaction
 from blocktrain.commands import coordinator as command
@@ -43,7 +45,8 @@ class Boundaries:
         """The effect of this name has just happened."""
         with self.lock:
             self.crossed += 1
-            os.write(2, f"{MARK}{self.crossed} {name}\n".encode())
+            with suppress(OSError):  # the disk may be full
+                os.write(2, f"{MARK}{self.crossed} {name}\n".encode())
             if self.crossed == self.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -67,9 +70,8 @@ class Boundaries:
         self.behind(store, "sync_all", "contents or names are synced", always)
         named = lambda part, path: part.suffix == ".part" and len(path.name) == 64  # noqa: E731
         self.behind(Path, "replace", "a blob has its name", named)
-        self.behind(store.FolderStore, "_settle", "blobs can be seen", always)
-        self.behind(Keeper, "_manifest", "the manifest is there", always)
-        self.behind(Keeper, "_act", "effects are acted upon", always)
+        combining = lambda _, effect: isinstance(effect, Combine)  # noqa: E731
+        self.behind(Keeper, "_act", "a round is handed over to be combined", combining)
         committed = lambda _, sql, *__: sql == "COMMIT"  # noqa: E731
         self.behind(SqliteTransaction, "_change", "a transaction is committed", committed)
         self.behind_answers()

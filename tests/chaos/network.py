@@ -1,6 +1,7 @@
 """A training network that is quick to start: a real coordinator and workers without torch.
 
-    with network(folder, lives, Rules(...), workers=2) as net:
+    begin_light(run, Rules(...))
+    with network(run, lives, workers=2) as net:
         net.finish()
     settled(net.run, net.receipts)
 
@@ -21,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from blocktrain.aggregation import state as states
 from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.aggregation.deadlines import Rules
-from blocktrain.aggregation.folder import BLOBS, KEY, LEDGER
+from blocktrain.aggregation.folder import BLOBS, KEY, LEDGER, TOKEN, owners_token
 from blocktrain.aggregation.ledger import new_token
 from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.aggregation.state import State
@@ -45,6 +46,9 @@ from blocktrain.wire.link import Link
 from blocktrain.wire.messages import Assignment, Finished, Receipt, Signed, Update, Wait
 from blocktrain.wire.signing import Key, load_or_make_key, new_key
 
+from tests.chaos.faults import Stage
+from tests.chaos.proxy import Line
+
 SHAPES = {"matrix": (6, 10), "vector": (7,)}
 NOTHING = Digest(hashlib.sha256(b"").hexdigest())
 SOON = 0.05  # seconds after which an idle light worker asks again, however long it was told
@@ -53,8 +57,25 @@ SOON = 0.05  # seconds after which an idle light worker asks again, however long
 # --- a run ----------------------------------------------------------------------------------------
 
 
-def begin_light(folder: Path, rules: Rules, averaging: Averaging, codec: str = "fp32") -> str:
-    """A run of tiny blocks, as `blocktrain init` would make it; returns the owner's token."""
+def quick(**others: Any) -> Rules:
+    """Rules of a run that takes a second or two."""
+    usual = {
+        "rounds": 3,
+        "blocks": 1,
+        "replicas": 2,
+        "quorum": 2,
+        "local_steps": 5,
+        "bytes_per_step": 8,
+        "grace": 0.2,
+        "floor": 0.5,
+        "first_allowance": 3.0,
+        "lease": 1.0,
+    }
+    return Rules(**{**usual, **others})
+
+
+def begin_light(folder: Path, rules: Rules, averaging: Averaging | None = None) -> None:
+    """A run of tiny blocks, as `blocktrain init` would make it."""
     folder.mkdir(parents=True)
     load_or_make_key(folder / KEY)
     store, luck = FolderStore(folder / BLOBS), np.random.default_rng(0)
@@ -70,16 +91,16 @@ def begin_light(folder: Path, rules: Rules, averaging: Averaging, codec: str = "
         corpus=NOTHING,
         splits=((0, NOTHING),) * 3,
         corpus_served=False,
-        codec=codec,
+        codec="fp32",
         rules=rules,
-        averaging=averaging,
+        averaging=averaging or Averaging(),
         blocks=(SHAPES,) * rules.blocks,
         first=tuple(first),
         learning="{}",
     )
     token = new_token()
+    (folder / TOKEN).write_text(token)
     write_first(folder, charter, token)
-    return token
 
 
 def state_of(run: Path) -> State:
@@ -98,6 +119,7 @@ class Lives:
 
     def __init__(self) -> None:
         program = Path(__file__).with_name("kill_points.py")
+        self.turn = threading.Lock()
         self.parent = subprocess.Popen(
             [sys.executable, str(program)],
             stdin=subprocess.PIPE,
@@ -110,9 +132,10 @@ class Lives:
         """A coordinator that keeps the run in this folder; it dies at boundary `kill_at`."""
         told = {"folder": str(folder), "port": port, "log": str(log), "kill_at": kill_at}
         assert self.parent.stdin and self.parent.stdout
-        self.parent.stdin.write(json.dumps(told) + "\n")
-        self.parent.stdin.flush()
-        return Life(int(self.parent.stdout.readline()))
+        with self.turn:
+            self.parent.stdin.write(json.dumps(told) + "\n")
+            self.parent.stdin.flush()
+            return Life(int(self.parent.stdout.readline()))
 
     def close(self) -> None:
         """No life goes on."""
@@ -142,7 +165,8 @@ class Life:
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
         """Ends it; kill -9 if nothing else is said."""
         if self.handle is not None:
-            signal.pidfd_send_signal(self.handle, how)
+            with suppress(ProcessLookupError):  # it was faster
+                signal.pidfd_send_signal(self.handle, how)
         assert self.over(within=20), f"process {self.pid} does not end by {how.name}"
 
 
@@ -183,11 +207,14 @@ class Light:
     key: Key = field(default_factory=new_key)
     receipts: list[Signed] = field(default_factory=list)
     """Every answer it got to an update, as it came."""
+    notes: list[str] = field(default_factory=list)
+    """What its link told: that the coordinator is gone, and why, and that it is back."""
     leaving: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.link = Link(self.url, patience=40.0)
         self.link.read_timeout = 5.0
+        self.link.note = self.notes.append
 
     def join(self) -> None:
         """Comes in."""
@@ -287,22 +314,22 @@ def is_signed_by(who: str, what: Signed, purpose: str) -> bool:
 
 
 @dataclass
-class Network:
+class Network(Stage):
     """A run, its coordinator, and light workers in threads."""
 
-    folder: Path
+    run: Path
     lives: Lives
-    token: str
     port: int = field(default_factory=free_port)
     workers: list[Light] = field(default_factory=list)
     working: "list[Future[int]]" = field(default_factory=list)
     kill_at: Iterator[int] = field(default_factory=lambda: iter(()))
     """At which boundary each life dies; those for which nothing is told live on."""
+    lines: dict[int, Line] = field(default_factory=dict)
     life: Life | None = None
     starts: int = 0
 
     def __post_init__(self) -> None:
-        self.run, self.log = self.folder / "run", self.folder / "coordinator.log"
+        self.token, self.log = owners_token(self.run), self.run.with_suffix(".log")
         self.url = f"http://127.0.0.1:{self.port}"
         self.threads = ThreadPoolExecutor(32, "light")
 
@@ -311,23 +338,28 @@ class Network:
         """All that workers hold."""
         return [receipt for worker in self.workers for receipt in worker.receipts]
 
-    def worker(self, url: str = "", seconds_per_step: float = 0.0) -> Light:
+    def worker(self, seconds_per_step: float = 0.0) -> Light:
         """One more worker, who does nothing by itself."""
-        made = Light(url or self.url, self.token, seconds_per_step)
-        self.workers.append(made)
-        return made
+        self.workers.append(Light(self.url, self.token, seconds_per_step))
+        return self.workers[-1]
+
+    def distant_worker(self, seconds_per_step: float = 0.0) -> Light:
+        """One more, at the end of a line that can be cut."""
+        line = Line(self.port)
+        self.workers.append(Light(line.url, self.token, seconds_per_step))
+        self.lines[len(self.workers)] = line
+        return self.workers[-1]
 
     def set_to_work(self, *workers: Light) -> None:
         """Lets workers work on their own."""
         self.working += [self.threads.submit(worker.work) for worker in workers]
 
-    def look_after(self) -> bool:
-        """Starts the coordinator if it is dead; whether it was."""
+    def look_after(self) -> None:
+        """Starts the coordinator if it is dead."""
         if self.life is not None and not self.life.over():
-            return False
+            return
         self.life = self.lives.start(self.run, self.port, self.log, next(self.kill_at, 0))
         self.starts += 1
-        return True
 
     def kill_coordinator(self) -> None:
         """kill -9; it stays dead until somebody looks after it."""
@@ -337,6 +369,10 @@ class Network:
     def state(self) -> State:
         """Where the rounds are."""
         return state_of(self.run)
+
+    def line(self, worker: int) -> Line:
+        """How a worker reaches the coordinator."""
+        return self.lines[worker]
 
     def finish(self, within: float = 40.0) -> int:
         """Looks after the run until all workers are told that it is over; returns their updates."""
@@ -354,23 +390,24 @@ class Network:
             worker.link.stop.set()
         if self.life is not None:
             self.life.end(signal.SIGTERM)
+            self.life = None
         self.threads.shutdown()
         for worker in self.workers:
             worker.link.close()
+        for line in self.lines.values():
+            line.close()
 
 
 @contextmanager
 def network(
-    folder: Path,
+    run: Path,
     lives: Lives,
-    rules: Rules,
     workers: int = 0,
     kill_at: Iterable[int] = (),
-    averaging: Averaging | None = None,
+    kind: type[Network] = Network,
 ) -> Iterator[Network]:
-    """A network at work; at the end its coordinator has ended in good order."""
-    token = begin_light(folder / "run", rules, averaging or Averaging())
-    net = Network(folder, lives, token, kill_at=iter(kill_at))
+    """The network of a run, at work; in the end all of it has ended in good order."""
+    net = kind(run, lives, kill_at=iter(kill_at))
     try:
         net.look_after()
         net.set_to_work(*[net.worker() for _ in range(workers)])

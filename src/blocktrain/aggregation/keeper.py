@@ -106,7 +106,8 @@ class Keeper:
         self.charter, self.run = charters.decode(run.config), charters.run_id(run.config)
         self.charter_bytes, self.created = run.config, run.created
         self.state = state.rebase(state.decode(kept), time.monotonic())
-        self.changed: Callable[[], None] = lambda: None
+        self.changed: Callable[[bool], None] = lambda work: None
+        """Told after every turn; `work` says that those who wait for work should ask again."""
         self.norms: dict[Digest, float] = {}
         self.door = threading.Condition()
         self.waiting: deque[Piece[Any]] = deque()
@@ -157,7 +158,9 @@ class Keeper:
         Looks at the content first, in the caller's thread.
         """
         name = Digest(hashlib.sha256(signed.body).hexdigest())
-        why = self._objection(update)
+        with self.ledger.reading() as r:
+            known = r.receipt(name) is not None  # what it built on may be forgotten by now
+        why = None if known else self._objection(update)
 
         def work(t: Transaction, now: State, clock: float) -> Turn[bytes]:
             if standing := t.receipt(name):
@@ -190,6 +193,8 @@ class Keeper:
             base = r.version(update.block, update.round - 1)
         if base is None or base.snapshot != update.base:
             return "It does not build on the snapshot of its round; ask for an assignment."
+        if self.store.size(base.snapshot) is None:  # not kept any more
+            return f"Round {update.round} is too long ago to build on; ask for a new assignment."
         shapes = self.charter.shapes(update.block)
         if self.store.size(update.blob) is None:
             raise BadInput("The update's tensors are not here; send the blob first.")
@@ -201,13 +206,14 @@ class Keeper:
 
     def _norm(self, snapshot: Digest, block: int) -> float:
         """Of a snapshot; remembered, since every update of a round is compared with it."""
-        if snapshot not in self.norms:
+        found = self.norms.get(snapshot)
+        if found is None:
             shapes = self.charter.shapes(block)
-            self.norms = dict([*self.norms.items()][-4 * len(self.charter.blocks) :])
-            self.norms[snapshot] = norm(
-                Body(self.store.view(snapshot), "fp32", shapes).read, shapes
-            )
-        return self.norms[snapshot]
+            found = norm(Body(self.store.view(snapshot), "fp32", shapes).read, shapes)
+            # A new one, since other threads look at the old one.
+            last = [*self.norms.items()][-4 * len(self.charter.blocks) :]
+            self.norms = {**dict(last), snapshot: found}
+        return found
 
     def _receipt(
         self, t: Transaction, signed: Signed, update: Update, verdict: Verdict | str
@@ -308,6 +314,8 @@ class Keeper:
                 pieces = [self.waiting.popleft() for _ in range(len(self.waiting))]
                 if self.closing and not pieces:
                     return
+            # Whoever does not wait any more (the server stops) gets nothing, and nothing is done.
+            pieces = [piece for piece in pieces if piece.done.set_running_or_notify_cancel()]
             if not self._turn(pieces or [Piece(_tick, Future())]):
                 time.sleep(RETRY)  # the disk is full: neither spin nor give up
 
@@ -341,7 +349,7 @@ class Keeper:
             tell()
         for effect in said:
             self._act(effect)
-        self.changed()
+        self.changed(any(isinstance(effect, Opened | Freed | Ended) for effect in said))
         return True
 
     def _note(self, t: Transaction, effects: Effects) -> None:
@@ -365,8 +373,9 @@ class Keeper:
                     pass
 
     def _act(self, effect: Effect) -> None:
-        if isinstance(effect, Combine):
-            self.combiner.submit(self._combine, effect)
+        with self.door:
+            if isinstance(effect, Combine) and not self.closing:  # else the next start takes it up
+                self.combiner.submit(self._combine, effect)
 
     # --- snapshots --------------------------------------------------------------------------------
 

@@ -11,18 +11,20 @@ from rich.live import Live
 from rich.table import Table
 
 from blocktrain import console
+from blocktrain.aggregation.folder import LEDGER
 from blocktrain.commands.lab import FLAGS, RunFlags
 from blocktrain.console import PLAIN, Out, bar, print_json
-from blocktrain.disk import write_atomically
-from blocktrain.errors import BadRun, Unreachable
+from blocktrain.disk import errors_are_clear, write_atomically
+from blocktrain.errors import BadInput, BadRun, Unreachable
 from blocktrain.learning.data import Corpus, open_corpus
-from blocktrain.learning.device import threads
+from blocktrain.learning.device import choose, threads
 from blocktrain.learning.evaluate import evaluate
 from blocktrain.learning.files import save_model
 from blocktrain.services import picture
 from blocktrain.services.begin import Settings, Timing, begin
 from blocktrain.services.embedded import Embedded, status
 from blocktrain.services.follow import Follower
+from blocktrain.services.lab import Lab, Watch, end_to_end_ce
 from blocktrain.wire.link import Link
 from blocktrain.wire.owner import Status
 
@@ -45,6 +47,8 @@ class Here:
     """CPU threads per worker."""
     reference_line: Path | None = None
     """The history.jsonl of a reference trained earlier, for the plot and the dashboard."""
+    reference: bool = False
+    """Afterwards, train the end-to-end model of full depth on the same bytes."""
 
 
 HERE = Here()
@@ -52,7 +56,8 @@ HERE = Here()
 
 def train(
     *,
-    out: Path,
+    out: Path | None = None,
+    resume: Path | None = None,
     run: Annotated[RunFlags, Parameter(name="*")] = FLAGS,
     timing: Annotated[Timing, Parameter(name="*", group="Timing")] = TIMING,
     here: Annotated[Here, Parameter(name="*")] = HERE,
@@ -67,37 +72,66 @@ def train(
     ----------
     out: Path
         Folder for the run, the assembled model, its history and its plot.
+    resume: Path
+        The folder of a run that was stopped: it goes on with the settings it began with.
     """
-    with bar(f"opening {here.data}") as progress:
-        corpus = open_corpus(here.data, progress)
-    count = here.workers or run.plain.shape.blocks * run.plain.pace.replicas
-    crew = Embedded(out, count, here.data, here.threads, here.reference_line)
-    settings = Settings(out.resolve().name, run.plain, timing)
-    if not (crew.run / "ledger.sqlite").exists():
-        begin(crew.run, settings, corpus)
-        write_atomically(out / SETTINGS, msgspec.json.encode(asdict(settings)))
-    else:
-        refuse_other(out, settings)
-    result = watch(crew, corpus, out, output)
-    lines = {"blocks": out / "history.jsonl"}
-    if here.reference_line:
+    if (out is None) == (resume is None):
+        raise BadInput("Give --out for a new run, or --resume with the folder of an old one.")
+    folder = out or resume or Path()
+    wanted = Begun(Settings(folder.resolve().name, run.plain, timing), here.data)
+    begun = kept_settings(folder, wanted, resume is not None)
+    with bar(f"opening {begun.data}") as progress:
+        corpus = open_corpus(begun.data, progress)
+    plain = begun.settings.run
+    count = here.workers or plain.shape.blocks * plain.pace.replicas
+    crew = Embedded(folder, count, begun.data, here.threads, here.reference_line)
+    if not (crew.run / LEDGER).exists():
+        begin(crew.run, begun.settings, corpus)
+    result = watch(crew, corpus, folder, output)
+    lines = {"blocks": folder / "history.jsonl"}
+    if here.reference:
+        studio = Lab(plain, corpus, folder, choose("auto"), Watch(note=output.say))
+        depth = plain.shape.blocks * plain.shape.layers
+        result["ce_reference"] = end_to_end_ce(studio, depth, "reference")
+        result["gap"] = result["ce"] - result["ce_reference"]
+        lines["reference"] = folder / "reference" / "history.jsonl"
+    elif here.reference_line:
         lines["reference"] = here.reference_line
-    picture.curves(lines, out / "curve.png")
-    output.say(f"model in {out}, plot in {out / 'curve.png'}")
+    picture.curves(lines, folder / "curve.png")
+    output.say(f"model in {folder}, plot in {folder / 'curve.png'}")
     if not output.json:
         output.result(result, "Test split, honest readout, nats per byte")
     print_json(result)
 
 
-def refuse_other(out: Path, settings: Settings) -> None:
-    """A run goes on only as what it began."""
-    kept = out / SETTINGS
-    told = msgspec.json.encode(asdict(settings))
-    if kept.exists() and kept.read_bytes() != told:
+@dataclass(frozen=True)
+class Begun:
+    """What a run began with."""
+
+    settings: Settings
+    data: str
+
+
+def kept_settings(folder: Path, wanted: Begun, resume: bool) -> Begun:
+    """What the run in this folder began with, or begins with now; it never changes."""
+    path = folder / SETTINGS
+    if not path.exists():
+        if resume:
+            raise BadRun(f"There is no run in {folder}; begin one with --out.")
+        with errors_are_clear(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, msgspec.json.encode(wanted))
+        return wanted
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=Begun)
+    except msgspec.DecodeError as error:
+        raise BadRun(f"{path} is damaged ({error}); choose another --out.") from None
+    if not resume and kept != wanted:
         raise BadRun(
-            f"{out} holds a run with other settings; choose another --out, or repeat the command "
-            "that made it."
+            f"{folder} holds a run with other settings; choose another --out, or go on with "
+            f"--resume {folder}."
         )
+    return kept
 
 
 def watch(crew: Embedded, corpus: Corpus, out: Path, output: Out) -> dict[str, Any]:

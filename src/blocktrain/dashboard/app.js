@@ -133,7 +133,7 @@ function showEvents() {
 
 // What changes by the mere passing of time. A paused run has no deadline, and of one whose
 // coordinator is gone nobody knows.
-function count1s() {
+function tick() {
   if (goneSince !== null)
     put(byId("gone-for"), `· ${duration(Math.round((Date.now() - goneSince) / 1000))}`);
   if (status === null || goneSince !== null) return;
@@ -182,7 +182,7 @@ function heard(said) {
   showWorkers(byId("worker-rows"), status);
   byId("workers-empty").hidden = status.workers.length > 0;
   showEvents();
-  count1s();
+  tick();
 }
 
 function lost(since) {
@@ -197,7 +197,7 @@ function lost(since) {
   );
   byId("gone").hidden = false;
   document.body.classList.add("stale");
-  count1s();
+  tick();
 }
 
 function found() {
@@ -214,5 +214,5 @@ for (const form of document.querySelectorAll("form.switches")) {
     showEvents();
   });
 }
-setInterval(count1s, 1_000);
+setInterval(tick, 1_000);
 new Live({ heard, lost, found });

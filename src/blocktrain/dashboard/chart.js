@@ -133,7 +133,7 @@ export class Chart {
       ),
     ]);
     const [per, unit] = UNITS.find(([size]) => end >= size) ?? [1, "B"];
-    const stride = (over === "time" ? timeStep : niceStep)(begin, end, Math.max(2, w / 90));
+    const stride = (over === "time" ? timeStep : niceStep)(begin, end, Math.max(2, w / 70));
     const decimals = Math.max(0, -Math.floor(Math.log10(stride / per) + 1e-9));
     for (const value of ticks(begin, end, stride)) {
       const text = over === "time" ? shortTime(value, stride) : (value / per).toFixed(decimals);

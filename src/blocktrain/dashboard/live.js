@@ -38,17 +38,13 @@ export class Live {
   async #ask() {
     const asked = Date.now();
     this.#asked = asked;
-    try {
-      const answer = await fetch("v1/status", {
-        cache: "no-store",
-        signal: AbortSignal.timeout(PATIENCE),
-      });
-      if (!answer.ok) throw new Error(`the coordinator answers ${answer.status}`);
-      const body = await answer.text();
-      if (this.#heard <= asked) this.#hear(body); // else an event has told something newer
-    } catch {
-      if (this.#heard <= asked) this.#lose(this.#heard);
-    }
+    const limits = { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) };
+    const body = await fetch("v1/status", limits)
+      .then((answer) => (answer.ok ? answer.text() : null))
+      .catch(() => null);
+    if (this.#heard > asked) return; // an event has told something newer meanwhile
+    if (body === null) this.#lose(this.#heard);
+    else this.#hear(body);
   }
 
   #watch() {

@@ -5,10 +5,11 @@ network is bounded before it is read; what takes long happens in threads.
 """
 
 import asyncio
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from blocktrain.errors import (
     NoBlob,
     NotAllowed,
     OtherProtocol,
+    Unreachable,
 )
 from blocktrain.services.door import Door, TooOften, address
 from blocktrain.terms import Digest
@@ -49,6 +51,9 @@ from blocktrain.wire.messages import MAX_MESSAGE, PROTOCOL, Message
 IN_MEMORY = 4 * 2**20  # bytes of an upload kept in memory; longer ones go through a file
 CHUNK = 2**20
 MOST_VERSIONS = 64  # told at once to a worker who was away; further back it fetches whole blocks
+STANDSTILL = 30.0  # seconds without a byte (a message: in all) after which an upload is given up
+MOST = 2**53  # bytes moved that can be told (messages.Count)
+LONGEST_WAIT = 5.0  # seconds that a question for work is held; Ctrl+C must not wait for longer
 SSE_EVERY = 1.0  # seconds between two events at the least
 SSE_HEARTBEAT = 10.0
 SOFTWARE = "blocktrain"
@@ -58,14 +63,33 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
+NUMBER = re.compile("[0-9]{1,15}")
+RANGE = re.compile("bytes=([0-9]{1,15})-")
+
+
+class NoLength(BadInput):
+    """A blob that does not say how long it is."""
+
+
+class BeyondEnd(BadInput):
+    """A range that begins where nothing is."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"There are only {size} bytes.")
+        self.size = size
+
+
 STATUS_OF: list[tuple[type[BlockTrainError], int]] = [
     (TooOften, 429),
     (NotAllowed, 403),
     (OtherProtocol, 426),
     (BlobTooLarge, 413),
     (NoBlob, 404),
+    (NoLength, 411),
+    (BeyondEnd, 416),
     (BadInput, 400),
     (CannotSave, 503),
+    (Unreachable, 503),
     (BadRun, 503),
 ]
 
@@ -86,8 +110,12 @@ class Coordinator:
         self.authority = authority
         self.door = Door(keeper)
         self.news = asyncio.Event()
+        self.work = asyncio.Event()
         self.said: tuple[float, bytes] = (0.0, b"")
+        self.looking = asyncio.Lock()
         self.uploads: dict[WorkerId, int] = {}
+        """Blobs that each worker sent and has not named yet."""
+        self.uploading: dict[WorkerId, asyncio.Timeout] = {}
         self.largest = max(map(keeper.charter.update_size, range(len(keeper.charter.blocks))))
 
     def app(self, base_path: str = "") -> Starlette:
@@ -103,7 +131,7 @@ class Coordinator:
             Route("/v1/alive", self.guarded(self.alive), methods=["POST"]),
             Route("/v1/leave", self.guarded(self.leave), methods=["POST"]),
             Route("/v1/updates", self.guarded(self.update), methods=["POST"]),
-            Route("/v1/versions/{block:int}/{after:int}", self.guarded(self.versions)),
+            Route("/v1/versions/{block}/{after}", self.guarded(self.versions)),
             Route("/v1/blobs/{digest}", self.guarded(self.give_blob)),
             Route("/v1/blobs/{digest}", self.guarded(self.take_blob), methods=["PUT"]),
             Route("/v1/corpus/{name}", self.guarded(self.give_corpus)),
@@ -130,20 +158,23 @@ class Coordinator:
         """Keeps the run while the server is up."""
         loop = asyncio.get_running_loop()
 
-        def changed() -> None:
+        def changed(work: bool) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self.announce)
+                loop.call_soon_threadsafe(self.announce, work)
 
         self.keeper.changed = changed
         self.keeper.start()
         yield
-        self.announce()
+        self.announce(True)
         await asyncio.to_thread(self.keeper.close)
 
-    def announce(self) -> None:
-        """Wakes everybody who watches."""
+    def announce(self, work: bool) -> None:
+        """Wakes everybody who watches, and those who wait for work if there may be some."""
         self.news.set()
         self.news = asyncio.Event()
+        if work:
+            self.work.set()
+            self.work = asyncio.Event()
 
     def guarded(self, handler: Handler) -> Handler:
         """A handler whose errors are sentences."""
@@ -184,6 +215,7 @@ class Coordinator:
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
+        self.door.slow_down(address(request))
         now = await asyncio.to_thread(self.look)
         return Response(metrics.render(now), media_type="text/plain; version=0.0.4")
 
@@ -192,7 +224,13 @@ class Coordinator:
         keeper = self.keeper
         with keeper.ledger.reading() as r:
             now = statuses.status(keeper.run, keeper.charter, keeper.state, time.monotonic(), r)
-        return replace(now, reference=self.reference)
+        moved = min(now.bytes_moved, MOST)  # workers say what they moved, and may say anything
+        now = replace(now, reference=self.reference, bytes_moved=moved)
+        while len(messages.encode(now)) > MAX_MESSAGE and now.workers:  # nobody would read it
+            workers, events = now.workers, now.events
+            shown, last = workers[: len(workers) // 2], events[len(events) // 2 :]
+            now = replace(now, workers=shown, events=last)
+        return now
 
     async def status(self, request: Request) -> Response:
         """How the run is doing, as JSON."""
@@ -201,11 +239,12 @@ class Coordinator:
 
     async def status_bytes(self) -> bytes:
         """For those who watch: made at most once in half a second, however many they are."""
-        made, body = self.said
-        if time.monotonic() - made > SSE_EVERY / 2:
-            body = messages.encode(await asyncio.to_thread(self.look))
-            self.said = (time.monotonic(), body)
-        return body
+        async with self.looking:  # they all wake at once
+            made, body = self.said
+            if time.monotonic() - made > SSE_EVERY / 2:
+                body = messages.encode(await asyncio.to_thread(self.look))
+                self.said = (time.monotonic(), body)
+            return body
 
     async def events(self, request: Request) -> Response:
         """How the run is doing, whenever that changes."""
@@ -258,8 +297,17 @@ class Coordinator:
         same(worker, ask.worker)
         blocks = None if ask.blocks is None else tuple(ask.blocks)
         asked = Asked(worker, blocks, ask.seconds_per_step)
-        answer: Message = await asyncio.wrap_future(self.keeper.ask(asked, ask.traffic))
-        return say(answer)
+        until = time.monotonic() + LONGEST_WAIT
+        while True:
+            work = self.work
+            answer: Message = await asyncio.wrap_future(self.keeper.ask(asked, ask.traffic))
+            left = until - time.monotonic()
+            if not isinstance(answer, messages.Wait) or left < 0 or self.keeper.closing:
+                return say(answer)
+            with suppress(TimeoutError):  # so that a worker begins when its round does
+                await asyncio.wait_for(work.wait(), min(answer.seconds, left))
+            if await request.is_disconnected():
+                return say(answer)
 
     async def alive(self, request: Request) -> Response:
         """A worker is still at it."""
@@ -296,7 +344,7 @@ class Coordinator:
     async def versions(self, request: Request) -> Response:
         """The versions of a block after a round, for whoever follows it by deltas."""
         self.door.worker(request)
-        block, after = request.path_params["block"], request.path_params["after"]
+        block, after = (number(request.path_params[name]) for name in ("block", "after"))
 
         def look() -> list[messages.Version]:
             with self.keeper.ledger.reading() as r:
@@ -320,19 +368,38 @@ class Coordinator:
         """An update's tensors; named by an update afterwards."""
         worker = self.door.worker(request)
         digest = checked(request.path_params["digest"])
-        length = int(request.headers.get("content-length") or -1)
-        if not 0 < length <= self.largest:
+        if not (told := request.headers.get("content-length")):
+            raise NoLength("Say how long the blob is: send Content-Length.")
+        if not 0 < (length := int(told)) <= self.largest:
             raise BlobTooLarge(f"{length} bytes; an update of this run has {self.largest} at most.")
         if self.uploads.get(worker, 0) >= 3 and self.keeper.store.size(digest) is None:
             raise NotAllowed("You have sent blobs without naming them in an update; do so first.")
-        self.uploads[worker] = self.uploads.get(worker, 0) + 1
         with tempfile.SpooledTemporaryFile(IN_MEMORY) as file:
-            await spool(request, file, length)
+            async with self.only_upload(worker) as patience:
+                await spool(request, file, length, patience)
             file.seek(0)
             chunks = iter(lambda: file.read(CHUNK), b"")
             put = self.keeper.store.put
             await asyncio.to_thread(put, chunks, limit=length, expected=digest)
+        self.uploads[worker] = self.uploads.get(worker, 0) + 1  # only what arrived takes room
         return say(messages.Done())
+
+    @asynccontextmanager
+    async def only_upload(self, worker: WorkerId) -> AsyncIterator[asyncio.Timeout]:
+        """A worker sends one blob at a time: whatever it left hanging before is given up."""
+        older = self.uploading.get(worker)
+        if older is not None and not older.expired():
+            older.reschedule(0.0)
+        patience = asyncio.timeout(STANDSTILL)
+        try:
+            async with patience:
+                self.uploading[worker] = patience
+                yield patience
+        except TimeoutError:
+            raise Unreachable("The upload stands still, or you began another; go on.") from None
+        finally:
+            if self.uploading.get(worker) is patience:
+                del self.uploading[worker]
 
     async def give_corpus(self, request: Request) -> Response:
         """The run's own text, for its members only."""
@@ -453,6 +520,8 @@ def refused(error: BlockTrainError) -> Response:
     response.status_code = code
     if code in (429, 503):
         response.headers["Retry-After"] = "2"
+    if isinstance(error, BeyondEnd):
+        response.headers["Content-Range"] = f"bytes */{error.size}"
     return response
 
 
@@ -466,17 +535,22 @@ async def read(request: Request, kind: type[messages.M]) -> messages.M:
     body = bytearray()
     if int(request.headers.get("content-length") or 0) > MAX_MESSAGE:
         raise BlobTooLarge(f"A message has at most {MAX_MESSAGE} bytes.")
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_MESSAGE:
-            raise BlobTooLarge(f"A message has at most {MAX_MESSAGE} bytes.")
+    try:
+        async with asyncio.timeout(STANDSTILL):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_MESSAGE:
+                    raise BlobTooLarge(f"A message has at most {MAX_MESSAGE} bytes.")
+    except TimeoutError:
+        raise Unreachable("The message did not come in time; send it again.") from None
     return messages.decode(bytes(body), kind)
 
 
-async def spool(request: Request, file: Any, length: int) -> None:
-    """An upload into a file, no longer than it said."""
-    got = 0
+async def spool(request: Request, file: Any, length: int, patience: asyncio.Timeout) -> None:
+    """An upload into a file, no longer than it said, as long as it goes on."""
+    got, clock = 0, asyncio.get_running_loop().time
     async for chunk in request.stream():
+        patience.reschedule(clock() + STANDSTILL)
         got += len(chunk)
         if got > length:
             raise BlobTooLarge("The upload is longer than its Content-Length.")
@@ -503,15 +577,22 @@ def only(found: list[Any], kind: str, told: str) -> str:
     return str(found[0])
 
 
+def number(text: str) -> int:
+    """A number in a path; int() itself fails beyond 4,300 digits."""
+    if not NUMBER.fullmatch(text):
+        raise BadInput(f"{text[:80]!r} is no number of a block or a round; ask for an assignment.")
+    return int(text)
+
+
 def range_start(request: Request, size: int) -> int:
     """Where the answer begins: `Range: bytes=N-`, or 0."""
     header = request.headers.get("range", "bytes=0-")
-    first, _, last = header.removeprefix("bytes=").partition("-")
-    if not header.startswith("bytes=") or not first.isascii() or not first.isdigit() or last:
+    if not (wanted := RANGE.fullmatch(header)):
         raise BadInput("Only ranges like bytes=1000- are served.")
-    if int(first) > size:
-        raise BadInput(f"There are only {size} bytes.")
-    return int(first)
+    start = int(wanted[1])
+    if start and start >= size:
+        raise BeyondEnd(size)
+    return start
 
 
 def partial_content(chunks: Iterator[bytes], start: int, size: int) -> Response:

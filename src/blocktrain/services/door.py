@@ -1,11 +1,14 @@
 """Who may come in, and how often: tokens, sessions, limits. Everybody is a stranger until here."""
 
+import asyncio
 import hashlib
 import hmac
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blocktrain.aggregation.keeper import Keeper
 from blocktrain.aggregation.ledger import Token, WorkerId
@@ -15,6 +18,9 @@ from blocktrain.errors import NotAllowed
 REQUESTS_PER_SECOND = 20.0
 BURST = 100.0
 MOST_BUCKETS = 10_000  # strangers remembered at once
+HEAD_AT_MOST = 16 * 1024  # bytes of a request before its body; a worker's have about 400
+HEAD_SECONDS = 20.0  # that they may take
+TOO_LONG = b"HTTP/1.1 431 Head Too Long\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 @dataclass
@@ -113,3 +119,66 @@ def bearer(request: Request) -> str:
 def address(request: Request) -> str:
     """Where a stranger comes from."""
     return request.client.host if request.client else "nowhere"
+
+
+class Head(HttpToolsProtocol):
+    """uvicorn's HTTP for strangers: the head of a request is bounded, in bytes and in time.
+
+    uvicorn bounds neither where httptools parses: whoever sends a header without an end fills the
+    memory, and whoever sends nothing holds a connection for ever.
+    """
+
+    def __init__(self, *told: Any, **named: Any) -> None:
+        super().__init__(*told, **named)
+        self.head, self.in_head = 0, True
+        self.clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self.in_head
+        super().data_received(data)
+        if before and self.in_head:
+            self.head += len(data)
+            if self.head > HEAD_AT_MOST:
+                self.refuse()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if not self.in_head:
+            self.await_head()
+
+    def on_headers_complete(self) -> None:
+        self.end_head()
+        if len(self.url) + sum(len(n) + len(v) for n, v in self.headers) > HEAD_AT_MOST:
+            self.refuse()
+            raise ValueError("the head is too long")  # so that the parser stops here
+        super().on_headers_complete()
+
+    def await_head(self) -> None:
+        """A head begins."""
+        self.head, self.in_head = 0, True
+        self.clock = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
+
+    def end_head(self) -> None:
+        """A head has ended."""
+        self.in_head = False
+        if self.clock is not None:
+            self.clock.cancel()
+            self.clock = None
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
+    def refuse(self) -> None:
+        """Says why, and hangs up."""
+        if not self.transport.is_closing():
+            self.transport.write(TOO_LONG)
+            self.transport.close()

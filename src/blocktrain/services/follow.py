@@ -6,6 +6,10 @@ from typing import Any
 
 from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation.charter import Charter
+from blocktrain.aggregation.folder import BLOBS, LEDGER
+from blocktrain.aggregation.sqlite import SqliteLedger
+from blocktrain.aggregation.store import FolderStore
+from blocktrain.errors import BadRun
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.evaluate import SAMPLE, evaluate
 from blocktrain.learning.files import from_parameters
@@ -16,7 +20,25 @@ from blocktrain.terms import Parameters
 from blocktrain.wire import messages, tensors
 from blocktrain.wire.link import Link
 from blocktrain.wire.messages import Version
-from blocktrain.wire.owner import Checkpoint, Evaluated
+from blocktrain.wire.owner import Checkpoint, Evaluated, Status
+
+
+def from_folder(folder: Path) -> tuple[Run, Model]:
+    """The model in a coordinator's folder, without its coordinator."""
+    store = FolderStore(folder / BLOBS)
+    with SqliteLedger(folder / LEDGER) as ledger, ledger.reading() as r:
+        record = r.run()
+        if record is None:
+            raise BadRun(f"The run in {folder} was never finished; make it again.")
+        charter = charters.decode(record.config)
+        newest = [r.newest(block) for block in range(charter.rules.blocks)]
+    run = run_of(charter)
+    values = [
+        tensors.decode(store.get(version.steady), "fp32", charter.shapes(version.block))
+        for version in newest
+        if version is not None
+    ]
+    return run, from_parameters(run.shape, run.noise, values)
 
 
 @dataclass
@@ -57,9 +79,11 @@ class Follower:
         rounds = [version.round for version in found.versions]
         seen = charter.bytes_before(min(rounds) + 1)
         self.link.say("v1/evaluations", Evaluated(rounds, score.ce, seen), messages.Done)
+        moved = self.link.ask("v1/status", Status).bytes_moved
         return {
             "round": min(rounds),
             "bytes_seen": seen,
+            "bytes_moved": moved,
             "ce_sample": round(score.ce, 4),
             "per_block_sample": [round(ce, 4) for ce in score.per_block],
         }
