@@ -9,12 +9,16 @@ from tests.services.conftest import QUICK, TINY, corpus, words
 
 from blocktrain.learning.data import Corpus
 from blocktrain.services.begin import Settings, begin
-from blocktrain.services.run import Pace
+from blocktrain.services.run import Exchange, Pace
 
 __all__ = ["corpus", "words"]
 
 # Rounds never run out, and a slot that an attacker holds is in nobody's way.
-LONG = replace(TINY, pace=Pace(rounds=10_000, local_steps=2, batch=1, replicas=4))
+LONG = replace(
+    TINY,
+    pace=Pace(rounds=10_000, local_steps=2, batch=1, replicas=4),
+    exchange=Exchange("fp32"),
+)
 HASTY = replace(QUICK, quorum=1, grace=0.1)
 
 

@@ -3,15 +3,23 @@
 from collections.abc import Iterator
 
 import pytest
-from blocktrain.wire import link
+from tests.chaos.lives import Lives
 
-from tests.chaos.network import Lives
+from blocktrain.wire import link
 
 
 @pytest.fixture(scope="session")
 def lives() -> Iterator[Lives]:
     """Starts coordinators within some hundredths of a second."""
-    made = Lives()
+    made = Lives("coordinator")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def worker_lives() -> Iterator[Lives]:
+    """Starts real workers as soon."""
+    made = Lives("worker")
     yield made
     made.close()
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from blocktrain.aggregation.state import State
-
 from tests.chaos.proxy import Line
+
+from blocktrain.aggregation.state import State
 
 
 class Stage:
@@ -63,13 +63,14 @@ class Fault:
 
     def look(self, round: int) -> None:
         """Begins or ends, if it is time."""
+        now = time.monotonic()
         if self.begun is None and round >= self.round:
-            self.begun = time.monotonic()
+            self.begun = now
             self.begin()
             self.over = self.end is None
-        elif self.begun is not None and not self.over and self.end is not None:
-            if time.monotonic() >= self.begun + self.seconds:
-                self.over = True
+        elif self.begun is not None and self.end and not self.over:
+            self.over = now >= self.begun + self.seconds
+            if self.over:
                 self.end()
 
 

@@ -1,17 +1,18 @@
-"""Lives of a coordinator, each a real process, each killed at the boundary it is told.
+"""Lives of a coordinator or of a worker, each a real process, killed at the boundary it is told.
 
-Run as a program. It imports what a coordinator needs once and forks a process for every life, so
-that a life begins within some hundredths of a second. Lines come in on stdin, as JSON:
+Run as a program, with `coordinator` or `worker`. It imports what they need once and forks a process
+for every life, so that a life begins within some hundredths of a second. Lines come in on stdin:
 
-    {"folder": ..., "port": ..., "log": ..., "kill_at": 0}     ->    the life's process id
+    {"told": {"folder": ..., "port": ...}, "log": ..., "kill_at": 0}     ->    its process id
 
-A life is what `blocktrain coordinator` does. It writes every boundary it crosses into its log, and
-ends itself with SIGKILL at the one numbered `kill_at`. A boundary lies behind an effect: bytes of a
-blob are written, contents are synced, a blob has its name, names are synced, a transaction is
-committed, an answer is sent. Before the first effect there is nothing to lose, and after one effect
-is before the next, so that these are all boundaries there are.
+A life does what `blocktrain coordinator` or `blocktrain join` does. It writes every boundary
+it crosses into its log, and ends itself with SIGKILL at the one numbered `kill_at`. A boundary lies
+behind an effect: a file has been written, synced, named or removed, a transaction is committed, an
+answer is sent. Before the first effect there is nothing to lose, and behind one effect is before
+the next, so that these are all boundaries there are.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ from blocktrain.aggregation.sqlite import SqliteTransaction
 from blocktrain.commands import coordinator as command
 from blocktrain.console import Output
 from blocktrain.services.coordinator import Coordinator
+from blocktrain.wire.link import Link
 
 MARK = "crossed "
 
@@ -50,7 +52,9 @@ class Boundaries:
             if self.crossed == self.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def behind(self, owner: Any, effect: str, name: str, when: Callable[..., bool]) -> None:
+    def behind(
+        self, owner: Any, effect: str, name: str, when: Callable[..., bool] = lambda *_: True
+    ) -> None:
         """Puts a boundary behind every call of an effect."""
         original = getattr(owner, effect)
 
@@ -63,17 +67,23 @@ class Boundaries:
 
         setattr(owner, effect, crossing)
 
-    def install(self) -> None:
-        """Behind every effect that a round has."""
-        always = lambda *_: True  # noqa: E731
-        self.behind(store.FolderGroup, "_write", "a blob is written", always)
-        self.behind(store, "sync_all", "contents or names are synced", always)
-        named = lambda part, path: part.suffix == ".part" and len(path.name) == 64  # noqa: E731
-        self.behind(Path, "replace", "a blob has its name", named)
-        combining = lambda _, effect: isinstance(effect, Combine)  # noqa: E731
-        self.behind(Keeper, "_act", "a round is handed over to be combined", combining)
-        committed = lambda _, sql, *__: sql == "COMMIT"  # noqa: E731
-        self.behind(SqliteTransaction, "_change", "a transaction is committed", committed)
+    def of_a_coordinator(self) -> None:
+        """Behind every effect that a round has there."""
+
+        def names_a_blob(part: Path, path: Path) -> bool:
+            return part.suffix == ".part" and len(path.name) == 64
+
+        def commits(_: SqliteTransaction, sql: str, *values: Any) -> bool:
+            return sql == "COMMIT"
+
+        def combines(_: Keeper, effect: object) -> bool:
+            return isinstance(effect, Combine)
+
+        self.behind(store.FolderGroup, "_write", "a blob is written")
+        self.behind(store, "sync_all", "contents or names are synced")
+        self.behind(Path, "replace", "a blob has its name", names_a_blob)
+        self.behind(SqliteTransaction, "_change", "a transaction is committed", commits)
+        self.behind(Keeper, "_act", "a round is handed over to be combined", combines)
         self.behind_answers()
 
     def behind_answers(self) -> None:
@@ -96,16 +106,42 @@ class Boundaries:
 
         Coordinator.app = app  # type: ignore[assignment]
 
+    def of_a_worker(self) -> None:
+        """Behind every effect that a round has there."""
+        self.behind(Path, "write_bytes", "a file is written")
+        for effect in ("rename", "replace", "unlink", "rmdir"):
+            self.behind(os, effect, effect)
+        self.behind(Link, "send", "the tensors are sent")
+        self.behind(Link, "say", "an answer is heard")
 
-def live(folder: str, port: int, log: str, kill_at: int) -> None:
+
+def coordinator(folder: str, port: int) -> None:
+    """What `blocktrain coordinator` does."""
+    command.coordinator(Path(folder), listen=command.Listen(port=port), output=Output(json=True))
+
+
+def worker(url: str, token: str, folder: str, data: str) -> None:
+    """What `blocktrain join` does."""
+    from blocktrain.commands.join import join
+    from blocktrain.services.worker import Wishes
+
+    join(url, token=token, folder=Path(folder), wishes=Wishes(threads=1, data=data))
+
+
+def live(kind: str, told: dict[str, Any], log: str, kill_at: int) -> None:
     """One life, in a process of its own."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, file in enumerate((nothing, out, out)):
         os.dup2(file, number)
-    Boundaries(kill_at).install()
-    command.coordinator(Path(folder), listen=command.Listen(port=port), output=Output(json=True))
+    boundaries = Boundaries(kill_at)
+    if kind == "worker":
+        boundaries.of_a_worker()
+        worker(**told)
+    else:
+        boundaries.of_a_coordinator()
+        coordinator(**told)
 
 
 def end_with(parent: int) -> None:
@@ -118,8 +154,11 @@ def end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main() -> None:
+def main(kind: str) -> None:
     """Forks a life for every line; when nobody speaks any more, no life goes on."""
+    if kind == "worker":  # once for all lives: a block's first step imports torch's compiler
+        for module in ("blocktrain.commands.join", "torch._dynamo"):
+            importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: no zombies
     alive, held = os.pipe()
     for line in sys.stdin:
@@ -130,7 +169,7 @@ def main() -> None:
         try:
             os.close(held)
             end_with(alive)
-            live(**told)
+            live(kind, **told)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -138,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

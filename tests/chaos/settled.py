@@ -1,7 +1,7 @@
 """What must be true of a run when it is over, whatever happened to it on the way.
 
 Every block reached its final round; every update with a receipt that says taken is in exactly one
-snapshot, none twice; all that is signed is signed by the coordinator; and every snapshot is what its
+snapshot, none twice; what is signed is signed by the coordinator; and every snapshot is what its
 updates make, bit for bit.
 """
 
@@ -131,7 +131,10 @@ def made_of_their_updates(charter: Charter, store: FolderStore, r: Reading) -> N
                 change = tensors.decode(store.get(receipt.blob), charter.codec, shapes)
                 parts.append(Part(change.__getitem__, share.bytes_trained, share.factor))
             kept = combine(kept, parts, charter.averaging, charter.codec)
-            for values, digest in ((kept.snapshot, version.snapshot), (kept.steady, version.steady)):
+            for values, digest in (
+                (kept.snapshot, version.snapshot),
+                (kept.steady, version.steady),
+            ):
                 assert hashlib.sha256(tensors.encode(values, "fp32")).hexdigest() == digest
 
 

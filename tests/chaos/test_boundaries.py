@@ -3,17 +3,23 @@
 import itertools
 import re
 import shutil
+import signal
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.chaos.kill_points import MARK
+from tests.chaos.light import begin_light, quick
+from tests.chaos.lives import Lives
+from tests.chaos.network import network
+from tests.chaos.settled import settled
+
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.aggregation.deadlines import Rules
-
-from tests.chaos.kill_points import MARK
-from tests.chaos.network import Lives, begin_light, network, quick
-from tests.chaos.settled import settled
+from blocktrain.aggregation.folder import RunFolder
+from blocktrain.wire.messages import Traffic
 
 EFFECTS = {
     "a blob is written",
@@ -86,3 +92,38 @@ def test_killed_again_and_again(tmp_path: Path, lives: Lives) -> None:
 def lives_up_to(last: int) -> list[range]:
     """What each life crossed, if every one died where it should."""
     return [range(1, life + 1) for life in range(1, last + 1)]
+
+
+def test_stopped_while_workers_wait(tmp_path: Path, lives: Lives) -> None:
+    """Told to stop, it does, whoever waits for work at that moment; then the run goes on."""
+    patient = {"lease": 60.0, "floor": 60.0, "first_allowance": 60.0}
+    begin_light(tmp_path / "run", quick(replicas=1, quorum=1, **patient))
+    with network(tmp_path / "run", lives) as net:
+        busy = net.worker()
+        busy.join()
+        task = busy.assigned()
+        idle = [net.worker() for _ in range(3)]
+        net.set_to_work(*idle)
+        time.sleep(0.3)  # they have come in, and wait
+        assert net.life is not None
+        began = time.monotonic()
+        net.life.end(signal.SIGTERM)
+        assert time.monotonic() - began < 5
+        net.look_after()
+        assert busy.send(busy.make(task)).verdict == "taken"
+        net.finish()
+    assert len(settled(tmp_path / "run", net.receipts).taken) == 3
+
+
+def test_a_question_that_nobody_waits_for(tmp_path: Path) -> None:
+    """A server that stops gives up its questions; the keeper goes on with the others."""
+    begin_light(tmp_path / "run", quick())
+    with RunFolder(tmp_path / "run") as run:
+        keeper = run.keeper()
+        given_up = keeper.hear("0" * 64, Traffic())
+        other = keeper.write(lambda t: t.note("kept", {}, 1.0))
+        assert given_up.cancel()
+        keeper.start()
+        assert other.result(10) > 0
+        assert keeper.write(lambda t: len(t.latest_events())).result(10) > 0
+        keeper.close()

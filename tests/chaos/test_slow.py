@@ -3,19 +3,19 @@
 import time
 from pathlib import Path
 
+from tests.chaos.light import begin_light, quick
+from tests.chaos.lives import Lives
+from tests.chaos.network import network
+from tests.chaos.settled import Settled, settled
+
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.aggregation.ledger import Receipt
-
-from tests.chaos.network import Lives, begin_light, network, quick
-from tests.chaos.settled import Settled, settled
 
 PACE = 0.01  # seconds a step of an ordinary worker, which makes five in a round
 ALONE = 0.5  # seconds of a round that the slow one would train alone
 
 
-def slowly(
-    tmp_path: Path, lives: Lives, rules: Rules
-) -> tuple[Settled, list[Receipt], float]:
+def slowly(tmp_path: Path, lives: Lives, rules: Rules) -> tuple[Settled, list[Receipt], float]:
     """A run with one slow worker: what it came to, what of it is the slow one's, how long it took.
 
     Every other worker is an ordinary one, and there is one for every slot.
@@ -28,7 +28,7 @@ def slowly(
         net.finish()
         took = time.monotonic() - began
     found = settled(net.run, net.receipts)
-    return found, [each for each in found.taken if each.worker == slow.key.id], took
+    return found, [each for each in found.taken if each.worker == str(slow.key.id)], took
 
 
 def test_one_of_two_that_all_wait_for(tmp_path: Path, lives: Lives) -> None:

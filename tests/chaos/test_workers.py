@@ -1,78 +1,34 @@
 """Real workers, as processes, that are killed; what they had trained is not lost."""
 
 import hashlib
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from blocktrain.aggregation.folder import BLOBS, LEDGER
-from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.aggregation.state import State
+import pytest
+from tests.chaos.faults import Faults
+from tests.chaos.light import begin_light, quick
+from tests.chaos.real import Crew, begun, same_again
+from tests.chaos.settled import settled
+
+from blocktrain.aggregation.folder import BLOBS, LOCK, lock
 from blocktrain.aggregation.store import FolderStore
 from blocktrain.config import environment
-from blocktrain.learning.data import Corpus, open_corpus
+from blocktrain.errors import BadRun
 from blocktrain.learning.model import Shape
-from blocktrain.services.begin import Settings, Timing, begin
-from blocktrain.services.embedded import Embedded
-from blocktrain.services.replay import replay
+from blocktrain.services.embedded import Embedded, status
 from blocktrain.services.run import Pace, Run
 from blocktrain.wire import messages
-
-from tests.chaos.faults import Faults, Stage
-from tests.chaos.network import state_of
-from tests.chaos.settled import settled
 
 RUN = Run(
     shape=Shape(blocks=2, layers=1, width=32, heads=2, window=32),
     pace=Pace(rounds=6, local_steps=3, batch=4),
 )
-TIMING = Timing(lease=10.0, grace=1.0, first_allowance=60.0)
-
-
-class Crew(Stage):
-    """A run on this machine, as `blocktrain train` keeps it."""
-
-    def __init__(self, embedded: Embedded) -> None:
-        self.embedded, self.run = embedded, embedded.run
-
-    def state(self) -> State:
-        """Where the rounds are."""
-        return state_of(self.run)
-
-    def look_after(self) -> None:
-        """Starts again what died, a second later."""
-        self.embedded.look_after()
-
-    def kill(self, worker: int) -> None:
-        """kill -9."""
-        process = self.embedded.children[worker].process
-        assert process is not None
-        process.kill()
-
-    def kill_coordinator(self) -> None:
-        """kill -9."""
-        self.kill(0)
-
-
-def begun(folder: Path, run: Run) -> Corpus:
-    """A run on a little text that the coordinator serves."""
-    text = folder / "text"
-    text.write_bytes(hashlib.shake_128(b"text").hexdigest(10_000).encode())
-    corpus = open_corpus(str(text))
-    begin(folder / "run", Settings("chaos", run, TIMING, serve_corpus=True), corpus)
-    return corpus
-
-
-def same_again(run: Path, corpus: Corpus, folder: Path) -> None:
-    """Whatever was trained comes out the same when it is trained again, digest by digest."""
-    with SqliteLedger(run / LEDGER) as ledger:
-        again = replay(ledger, corpus, folder)
-    assert again.different == []
-    assert again.snapshots > 0
 
 
 def test_all_workers_and_the_coordinator_are_killed(tmp_path: Path) -> None:
@@ -136,3 +92,32 @@ def wait_for_pending(home: Path) -> Path:
         assert time.monotonic() < deadline, "nothing was trained"
         time.sleep(0.02)
     return found[0]
+
+
+KEPT = """
+import sys, time
+from pathlib import Path
+from blocktrain.services.embedded import Embedded, status
+with Embedded(Path(sys.argv[1]), 0, "").up():
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """Else nobody could go on with the run: its coordinator would still keep it."""
+    begin_light(tmp_path / "run", quick())
+    command = [sys.executable, "-c", KEPT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"up\n"
+        with pytest.raises(BadRun, match="Another coordinator"):
+            lock(tmp_path / "run" / LOCK)
+        parent.kill()
+    for _ in range(100):
+        with suppress(BadRun):
+            os.close(lock(tmp_path / "run" / LOCK))
+            break
+        time.sleep(0.05)
+    with Embedded(tmp_path, 0, "").up() as link:
+        assert status(link).state == "running"

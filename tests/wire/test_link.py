@@ -32,8 +32,8 @@ from blocktrain.errors import (
     CannotSave,
     NotAllowed,
     OtherProtocol,
-    TrafficSpent,
     RefusedBlob,
+    TrafficSpent,
     Unreachable,
 )
 from blocktrain.terms import Digest

@@ -63,7 +63,7 @@ from blocktrain.aggregation.ledger import (
 from blocktrain.aggregation.pour import pour
 from blocktrain.aggregation.state import Open, State
 from blocktrain.aggregation.store import Store
-from blocktrain.errors import BadInput, BadRun, BadTensors, BlockTrainError
+from blocktrain.errors import BadRun, BadTensors, BlockTrainError, NoBlob
 from blocktrain.terms import Digest
 from blocktrain.wire import messages
 from blocktrain.wire.messages import MAX_MESSAGE, Signed, Traffic, Update
@@ -71,7 +71,8 @@ from blocktrain.wire.signing import Key, sign
 from blocktrain.wire.tensors import Body
 
 RETRY = 2.0  # seconds between attempts at what a full disk held up
-PRUNE_EVERY = 60.0  # seconds
+PRUNE_EVERY = 30.0  # seconds
+UNNAMED = 120.0  # seconds that a blob may lie here before an update or a version names it
 
 T = TypeVar("T")
 Turn = tuple[State, Effects, T]
@@ -197,7 +198,7 @@ class Keeper:
             return f"Round {update.round} is too long ago to build on; ask for a new assignment."
         shapes = self.charter.shapes(update.block)
         if self.store.size(update.blob) is None:
-            raise BadInput("The update's tensors are not here; send the blob first.")
+            raise NoBlob("The update's tensors are not here; send the blob first.")
         try:
             body = Body(self.store.view(update.blob), self.charter.codec, shapes)
             return refusal(body, self._norm(base.snapshot, update.block))
@@ -456,7 +457,7 @@ class Keeper:
             self.pruned = time.monotonic()
             with self.ledger.reading() as r:
                 keep = r.blobs_in_use(self.charter.rules.memory + 2)
-            self.store.prune(keep)
+            self.store.prune(keep, UNNAMED)
 
     # --- words ------------------------------------------------------------------------------------
 

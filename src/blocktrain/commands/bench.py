@@ -1,7 +1,8 @@
-"""blocktrain bench compute|memory"""
+"""blocktrain bench compute|memory|combine"""
 
 from dataclasses import asdict
 
+from blocktrain.bench import combine as combine_bench
 from blocktrain.bench import compute as compute_bench
 from blocktrain.bench import memory as memory_bench
 from blocktrain.console import PLAIN, Out, bar
@@ -57,3 +58,24 @@ def memory(
     with bar("processes") as progress:
         found = memory_bench.measure(width, layers, batch, window, progress)
     output.result(asdict(found), "Memory")
+
+
+def combine(
+    *,
+    parameters: int = 100_000_000,
+    replicas: int = 6,
+    codec: str = "fp32",
+    output: Out = PLAIN,
+) -> None:
+    """Combining many updates of a large block: memory in updates, speed against numpy.
+
+    Parameters
+    ----------
+    parameters: int
+        Of the block.
+    replicas: int
+        Updates combined.
+    codec: str
+        Of the updates: fp32, fp16, int8, int4 or int2.
+    """
+    output.result(combine_bench.measure(parameters, replicas, codec), "Combine")

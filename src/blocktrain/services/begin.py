@@ -7,20 +7,16 @@ DIR/owner.token       for the owner's eyes only
 DIR/corpus/           the text, if the coordinator serves it
 """
 
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from blocktrain.aggregation import charter as charters
-from blocktrain.aggregation import rounds, state
+from blocktrain.aggregation.beginning import write_first
 from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.aggregation.folder import BLOBS, CORPUS, KEY, LEDGER, TOKEN
-from blocktrain.aggregation.ledger import RunRecord, Version, new_token
-from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.aggregation.state import Version as FirstVersion
+from blocktrain.aggregation.ledger import new_token
 from blocktrain.aggregation.store import FolderStore
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadRun
@@ -116,22 +112,3 @@ def begin(folder: Path, settings: Settings, corpus: Corpus) -> str:
     )
     write_first(folder, charter, token)
     return token
-
-
-def write_first(folder: Path, charter: Charter, token: str) -> None:
-    """The ledger of a run that has just begun; it appears whole or not at all."""
-    now = time.time()
-    part = folder / f"{LEDGER}.part"
-    part.unlink(missing_ok=True)
-    versions = [FirstVersion(0, digest, digest) for digest in charter.first]
-    beginning, _ = rounds.begin(charter.rules, versions, time.monotonic())
-    with SqliteLedger(part, create=True) as ledger:
-        with ledger.transaction() as t:
-            t.begin_run(RunRecord(charters.encode(charter), charter.corpus, now))
-            t.issue_token(token, "owner", "owner", now)
-            for block, digest in enumerate(charter.first):
-                t.begin_block(Version(block, 0, digest, digest, None, None, None, None, now))
-            t.keep_state(state.encode(beginning))
-        ledger.backup(folder / LEDGER)
-    for leftover in folder.glob(f"{LEDGER}.part*"):
-        leftover.unlink()

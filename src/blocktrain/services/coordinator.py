@@ -32,6 +32,7 @@ from blocktrain.aggregation.ledger import (
 )
 from blocktrain.aggregation.store import checked
 from blocktrain.dashboard import files
+from blocktrain.disk import errors_are_clear
 from blocktrain.errors import (
     BadInput,
     BadRun,
@@ -554,7 +555,8 @@ async def spool(request: Request, file: Any, length: int, patience: asyncio.Time
         got += len(chunk)
         if got > length:
             raise BlobTooLarge("The upload is longer than its Content-Length.")
-        file.write(chunk)
+        with errors_are_clear(Path(tempfile.gettempdir())):
+            file.write(chunk)
 
 
 def verify(signed: messages.Signed, who: str, purpose: str) -> None:

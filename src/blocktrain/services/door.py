@@ -18,7 +18,7 @@ from blocktrain.errors import NotAllowed
 REQUESTS_PER_SECOND = 20.0
 BURST = 100.0
 MOST_BUCKETS = 10_000  # strangers remembered at once
-HEAD_AT_MOST = 16 * 1024  # bytes of a request before its body; a worker's have about 400
+HEAD_AT_MOST = 16 * 1024  # bytes of a request before its body; those of a worker have 400
 HEAD_SECONDS = 20.0  # that they may take
 TOO_LONG = b"HTTP/1.1 431 Head Too Long\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 

@@ -6,13 +6,17 @@ OUT/logs/         what each child said
 """
 
 import json
+import os
+import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from blocktrain import config
@@ -42,10 +46,10 @@ class Child:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "blocktrain", *self.arguments],
+                [sys.executable, "-m", "blocktrain.services.embedded", *self.arguments],
                 stdout=log,
                 stderr=log,
-                stdin=subprocess.DEVNULL,
+                stdin=parent_alive(),
                 env=config.environment(),
                 start_new_session=True,  # Ctrl+C is for the parent, who tells its children
             )
@@ -176,3 +180,27 @@ class Embedded:
 def status(link: Link) -> owner.Status:
     """How the run is doing."""
     return link.ask("v1/status", owner.Status)
+
+
+@cache
+def parent_alive() -> int:
+    """The end of a pipe that ends when this process does, by kill -9 too: its other end is here."""
+    return os.pipe()[0]
+
+
+def child() -> None:
+    """The command that a child was given, for as long as its parent lives.
+
+    Else a killed parent leaves a coordinator behind, and nobody can go on with the run.
+    """
+
+    def watch() -> None:
+        os.read(0, 1)
+        os._exit(1)  # at once: whatever has a receipt is on the disk
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+    runpy.run_module("blocktrain", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    child()

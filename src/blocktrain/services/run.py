@@ -41,8 +41,8 @@ class Pace:
 class Exchange:
     """What moves between replicas and whoever combines their updates."""
 
-    codec: str = "fp32"
-    """Of updates and deltas: fp32, fp16, int8, int4 or int2."""
+    codec: str = "int4"
+    """Of updates and deltas: fp32, fp16, int8, int4 or int2. What was lost is made up for later."""
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:

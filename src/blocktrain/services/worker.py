@@ -330,12 +330,13 @@ class Worker:
             self.gave.refused += 1
             if "finite" in receipt.why or "norm" in receipt.why:
                 shutil.rmtree(memory, ignore_errors=True)  # whatever went wrong began there
+            (self.pending / "update.json").unlink()  # first: what has none is sent no more
             shutil.rmtree(self.pending)
         else:
             self.gave.updates += 1
             self.gave.bytes_trained += update.bytes_trained
             self.gave.seconds += update.seconds
-            (self.pending / "update.json").unlink()
+            # Until the last of these, a kill means to send it again and get the same receipt.
             shutil.rmtree(memory, ignore_errors=True)
             self.pending.rename(memory)
         self.remember_traffic()
