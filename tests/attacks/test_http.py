@@ -1,17 +1,24 @@
 """Lies in HTTP itself: lengths, headers, ranges, paths, methods, and patience as a weapon."""
 
 import hashlib
+import json
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from tests.attacks.conftest import HASTY, LONG
 from tests.attacks.siege import Siege, answer, why
 
 from blocktrain.aggregation.ledger import WorkerId
+from blocktrain.learning.data import Corpus
 from blocktrain.services import coordinator as coordinators
 from blocktrain.services import door
+from blocktrain.services.begin import Settings, begin
 from blocktrain.terms import Digest
 from blocktrain.wire.messages import MAX_MESSAGE
 
@@ -166,6 +173,23 @@ def test_a_long_head_is_refused_even_if_it_comes_at_once(siege: Siege) -> None:
     many = [f"X-{n}: {n}" for n in range(door.HEAD_AT_MOST // 8)]
     assert siege.raw(head("GET", "/v1/hello", *many))[0] == 431
     assert siege.raw(head("GET", "/v1/hello", "X-Long: " + "x" * 8000))[0] == 200
+
+
+def test_the_command_bounds_heads_as_well(tmp_path: Path, corpus: Corpus) -> None:
+    begin(tmp_path / "run", Settings("test", LONG, HASTY), corpus)
+    command = [sys.executable, "-m", "blocktrain", "coordinator", str(tmp_path / "run")]
+    child = subprocess.Popen(
+        [*command, "--port", "0", "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert child.stdout
+        port = int(json.loads(child.stdout.readline())["url"].rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=10.0) as sock:
+            sock.sendall(head("GET", "/v1/hello", "X-Long: " + "x" * door.HEAD_AT_MOST))
+            assert answer(sock)[0] == 431
+    finally:
+        child.terminate()
+        child.communicate(timeout=20)
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(

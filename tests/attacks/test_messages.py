@@ -153,6 +153,20 @@ def test_unknown_fields_are_refused_and_the_last_of_two_counts(siege: Siege) -> 
     assert peer.say("alive", other).status_code == 403
 
 
+def test_a_newline_at_the_end_is_no_part_of_a_word(siege: Siege) -> None:
+    """In a pattern $ would let it pass."""
+    peer = siege.peer()
+    every = {mouth.path: mouth for mouth in mouths(siege, peer)}
+    for path, message in (
+        ("command", b'{"say":"command","do":"stop\\n"}'),
+        ("tokens", b'{"say":"issue","label":"","role":"owner\\n"}'),
+        ("alive", b'{"say":"alive","worker":"%s\\n"}' % peer.id.encode()),
+    ):
+        status, sentence = post(siege, peer, every[path], message)
+        assert status == 400
+        assert "not understood" in sentence
+
+
 @given(body=st.binary(max_size=300))
 def test_random_bytes_are_answered(crowd: tuple[Siege, Peer, list[Mouth]], body: bytes) -> None:
     siege, peer, every = crowd

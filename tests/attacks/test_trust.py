@@ -217,6 +217,7 @@ def test_a_replayed_join_makes_nobody_twice(siege: Siege) -> None:
 def test_a_name_is_plain_words(siege: Siege) -> None:
     for name in (
         "a\nb",
+        "a\n",  # which $ would let pass
         "\x1b[2J\x1b[31mroot",
         "a\0b",
         "\x7f",

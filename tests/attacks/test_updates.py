@@ -1,6 +1,7 @@
 """Lies in an update: each is refused with its own reason, and somebody else gets the slot."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,10 @@ import pytest
 from tests.attacks.conftest import HASTY, LONG
 from tests.attacks.siege import Peer, Siege, besieged, sealed, why
 
+from blocktrain.aggregation.folder import BLOBS
+from blocktrain.aggregation.keeper import UNNAMED
 from blocktrain.aggregation.ledger import Transaction, WorkerId, hash_of_token
+from blocktrain.aggregation.store import FolderStore
 from blocktrain.learning.data import Corpus
 from blocktrain.services.begin import Settings, begin
 from blocktrain.services.run import Exchange
@@ -264,6 +268,41 @@ def test_words_that_cannot_be_true_are_refused(exact: Siege) -> None:
     again = peer.assignment()
     assert peer.submit(peer.update(again)).verdict == "taken"
     peer.say("leave", messages.Leave(peer.id))
+
+
+def test_a_pace_of_nothing_holds_up_nobody(exact: Siege) -> None:
+    """5e-324 seconds for two steps are 0 seconds a step, by which something might be divided."""
+    liar = exact.peer()
+    for _ in range(2):
+        receipt = liar.submit(liar.update(liar.assignment(), seconds=5e-324))
+        assert receipt.verdict == "taken"
+    assert liar.assignment().steps == exact.keeper.charter.rules.local_steps
+    liar.say("leave", messages.Leave(liar.id))
+
+
+def test_a_bug_that_one_request_meets_harms_no_other(siege: Siege) -> None:
+    with siege.keeper.door:  # so that they come in one turn
+        bad = siege.keeper.write(lambda t: 1 // 0)
+        good = siege.keeper.write(lambda t: len(t.tokens()))
+    assert good.result(5) >= 1
+    with pytest.raises(ZeroDivisionError):
+        bad.result(5)
+
+
+def test_a_blob_that_is_named_late_is_not_pruned_meanwhile(siege: Siege) -> None:
+    """A pruning reads the ledger first; whatever is named after that must look young."""
+    keeper, peer = siege.keeper, siege.peer()
+    task = peer.assignment()
+    update = peer.update(task)
+    store = FolderStore(siege.folder / BLOBS)
+    old = time.time() - 2 * UNNAMED
+    os.utime(siege.folder / BLOBS / update.blob[0] / update.blob[1] / update.blob, (old, old))
+    with keeper.ledger.reading() as r:
+        keep = r.blobs_in_use(keeper.charter.rules.memory + 2)
+    assert peer.submit(update).verdict != "refused"
+    store.prune(keep, UNNAMED)
+    assert store.size(update.blob) is not None
+    store.close()
 
 
 def test_numbers_beyond_all_bounds_are_not_understood(exact: Siege) -> None:

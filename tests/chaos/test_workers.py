@@ -22,12 +22,13 @@ from blocktrain.config import environment
 from blocktrain.errors import BadRun
 from blocktrain.learning.model import Shape
 from blocktrain.services.embedded import Embedded, status
-from blocktrain.services.run import Pace, Run
+from blocktrain.services.run import Exchange, Pace, Run
 from blocktrain.wire import messages
 
 RUN = Run(
     shape=Shape(blocks=2, layers=1, width=32, heads=2, window=32),
     pace=Pace(rounds=6, local_steps=3, batch=4),
+    exchange=Exchange("fp32"),
 )
 
 

@@ -107,6 +107,6 @@ def full_duration(measured: float, trained: float, steps: int, rules: Rules) -> 
 
 def steps_within(seconds: float, pace: float | None, rules: Rules) -> int:
     """Local steps, all if they fit, that a worker of this pace (seconds a step) has time for."""
-    if pace is None:
+    if not pace:  # unknown, or so little (5e-324 s for two steps) that it is 0
         return rules.local_steps
     return max(1, int(min(rules.local_steps, seconds * HEADROOM / pace)))

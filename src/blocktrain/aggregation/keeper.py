@@ -197,7 +197,8 @@ class Keeper:
         if self.store.size(base.snapshot) is None:  # not kept any more
             return f"Round {update.round} is too long ago to build on; ask for a new assignment."
         shapes = self.charter.shapes(update.block)
-        if self.store.size(update.blob) is None:
+        # A pruning that is under way does not know yet that an update names the blob.
+        if self.store.size(update.blob) is None or not self.store.renew(update.blob):
             raise NoBlob("The update's tensors are not here; send the blob first.")
         try:
             body = Body(self.store.view(update.blob), self.charter.codec, shapes)
@@ -332,7 +333,9 @@ class Keeper:
                         with t.whole():
                             after, effects, value = piece.work(t, now, clock)
                             self._note(t, effects)
-                    except BlockTrainError as error:  # this piece alone is undone
+                    except Exception as error:  # this piece alone is undone, whatever it was
+                        if not isinstance(error, BlockTrainError):
+                            log.exception("a bug: nothing of this request has happened")
                         outcomes.append(partial(piece.done.set_exception, error))
                         continue
                     now = after

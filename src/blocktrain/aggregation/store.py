@@ -72,6 +72,10 @@ class Store(Protocol):
         """How many bytes the blob has; None if it is not here."""
         ...
 
+    def renew(self, digest: Digest) -> bool:
+        """Makes a blob that is there young again; False if it is not there, or damaged."""
+        ...
+
     def delete(self, digest: Digest) -> None:
         """Forgets the blob, if it is there."""
         ...

@@ -17,11 +17,11 @@ from blocktrain.aggregation.folder import RunFolder
 from blocktrain.console import PLAIN, Out, print_json
 from blocktrain.errors import BadInput
 from blocktrain.services.coordinator import Coordinator
+from blocktrain.services.door import Head
 from blocktrain.wire.certificates import Authority, Papers, load_authority
 from blocktrain.wire.owner import Point
 
 KEEP_ALIVE = 75  # seconds; a worker that trains for a minute keeps its connection
-HEADERS_AT_MOST = 16 * 1024  # bytes
 GOOD_BYE = 3  # seconds that open requests have when the coordinator stops
 
 
@@ -105,7 +105,7 @@ def coordinator(
                 access_log=False,
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=GOOD_BYE,
-                h11_max_incomplete_event_size=HEADERS_AT_MOST,
+                http=Head,
                 ssl_certfile=papers.certificate if papers else None,
                 ssl_keyfile=papers.key if papers else None,
             )

@@ -303,7 +303,7 @@ class Worker:
         shutil.rmtree(folder, ignore_errors=True)
         with errors_are_clear(folder):
             folder.mkdir()
-            (folder / "blob").write_bytes(body)
+            write_atomically(folder / "blob", body)  # before update.json, which names it
             save_memory(folder, Memory(optimiser, lost))
             signed = messages.encode(self.signed(said, "update"))
             write_atomically(folder / "update.json", signed)

@@ -19,10 +19,10 @@ PROTOCOL = 1
 """Changes when an old worker and a new coordinator would misunderstand each other."""
 MAX_MESSAGE = 256 * 1024  # bytes; the largest is a joined worker's config and block shapes
 
-Sha256 = Annotated[Digest, Meta(pattern="^[0-9a-f]{64}$")]
-WorkerId = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Signature = Annotated[str, Meta(pattern="^[0-9a-f]{128}$")]
-Name = Annotated[str, Meta(max_length=64, pattern=r"^[\w .@:+-]*$")]
+Sha256 = Annotated[Digest, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+WorkerId = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Signature = Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]
+Name = Annotated[str, Meta(max_length=64, pattern=r"^[\w .@:+-]*\Z")]
 Sentence = Annotated[str, Meta(max_length=400)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -146,7 +146,7 @@ class Receipt(Message, frozen=True, tag="receipt"):
 
     update: Sha256
     worker: WorkerId
-    verdict: Annotated[str, Meta(pattern="^(taken|salvaged|refused)$")]
+    verdict: Annotated[str, Meta(pattern=r"^(taken|salvaged|refused)\Z")]
     round: Count
     """The round it counts in; 0 if refused."""
     factor: float

@@ -19,13 +19,13 @@ from blocktrain.wire.messages import (
 class Command(Message, frozen=True, tag="command"):
     """Do this: I am the owner."""
 
-    do: Annotated[str, Meta(pattern="^(pause|resume|stop)$")]
+    do: Annotated[str, Meta(pattern=r"^(pause|resume|stop)\Z")]
 
 
 class Ban(Message, frozen=True, tag="ban"):
     """Take nothing more from this worker: I am the owner."""
 
-    worker: Annotated[str, Meta(min_length=8, max_length=64, pattern="^[0-9a-f]+$")]
+    worker: Annotated[str, Meta(min_length=8, max_length=64, pattern=r"^[0-9a-f]+\Z")]
     """Its id, or enough of its beginning."""
 
 
@@ -33,13 +33,13 @@ class Issue(Message, frozen=True, tag="issue"):
     """Make a token for somebody who wants to work: I am the owner."""
 
     label: Name
-    role: Annotated[str, Meta(pattern="^(owner|worker)$")] = "worker"
+    role: Annotated[str, Meta(pattern=r"^(owner|worker)\Z")] = "worker"
 
 
 class Revoke(Message, frozen=True, tag="revoke"):
     """Whoever comes with this token is to be sent away: I am the owner."""
 
-    token: Annotated[str, Meta(min_length=8, max_length=64, pattern="^[0-9a-f]+$")]
+    token: Annotated[str, Meta(min_length=8, max_length=64, pattern=r"^[0-9a-f]+\Z")]
     """The token's hash, or enough of its beginning."""
 
 
