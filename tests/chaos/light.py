@@ -24,6 +24,7 @@ from blocktrain.aggregation.ledger import new_token
 from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.aggregation.state import State
 from blocktrain.aggregation.store import FolderStore
+from blocktrain.errors import NoBlob
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, signing, tensors
 from blocktrain.wire.link import Link
@@ -196,9 +197,13 @@ class Light:
         return receipt
 
     def send(self, made: Made) -> Receipt:
-        """Both."""
-        self.put(made)
-        return self.submit(made)
+        """Both, and again if the tensors are not there, as a real worker does."""
+        while True:
+            self.put(made)
+            try:
+                return self.submit(made)
+            except NoBlob:
+                time.sleep(SOON)
 
     def work(self) -> int:
         """Rounds until the run is over or it is told to leave; returns how many updates it sent."""

@@ -187,6 +187,22 @@ def test_truncated_tensors(tmp_path: Path, lives: Lives) -> None:
     assert [each.update for each in found.refused] == [told.name]
 
 
+def test_uploads_that_come_again(tmp_path: Path, lives: Lives) -> None:
+    """What a line held back and delivers late does not count against the worker."""
+    begin_light(tmp_path / "run", quick(**PATIENT))
+    with network(tmp_path / "run", lives) as net:
+        worker = joined(net)
+        for _ in range(2):
+            made = worker.make(worker.assigned())
+            for _ in range(4):
+                worker.put(made)
+            assert worker.submit(made).verdict == "taken"
+            for _ in range(4):
+                worker.put(made)
+        found = finished(net)
+    assert len(found.taken) == 6
+
+
 @pytest.mark.parametrize("how", ["hangs up", "stays silent"])
 def test_uploads_that_never_end(tmp_path: Path, lives: Lives, how: str) -> None:
     """A worker that dies in the middle of an upload, six times over, is as welcome as before."""

@@ -16,9 +16,10 @@ from tests.chaos.light import begin_light, quick
 from tests.chaos.real import Crew, begun, same_again
 from tests.chaos.settled import settled
 
-from blocktrain.aggregation.folder import BLOBS, LOCK, lock
+from blocktrain.aggregation.folder import BLOBS, LOCK
 from blocktrain.aggregation.store import FolderStore
 from blocktrain.config import environment
+from blocktrain.disk import lock
 from blocktrain.errors import BadRun
 from blocktrain.learning.model import Shape
 from blocktrain.services.embedded import Embedded, status
@@ -112,12 +113,12 @@ def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"up\n"
-        with pytest.raises(BadRun, match="Another coordinator"):
-            lock(tmp_path / "run" / LOCK)
+        with pytest.raises(BadRun, match="still kept"):
+            lock(tmp_path / "run" / LOCK, "still kept")
         parent.kill()
     for _ in range(100):
         with suppress(BadRun):
-            os.close(lock(tmp_path / "run" / LOCK))
+            os.close(lock(tmp_path / "run" / LOCK, "still kept"))
             break
         time.sleep(0.05)
     with Embedded(tmp_path, 0, "").up() as link:

@@ -8,7 +8,6 @@ DIR/corpus/           the text, if the coordinator serves it
 DIR/lock              held by the one coordinator that keeps the run
 """
 
-import fcntl
 import os
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation.keeper import Keeper
 from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.aggregation.store import FolderStore
+from blocktrain.disk import lock
 from blocktrain.errors import BadRun
 from blocktrain.wire.signing import load_key
 
@@ -31,7 +31,8 @@ class RunFolder:
         if not (folder / LEDGER).is_file():
             raise BadRun(f"There is no run in {folder}; make one with: blocktrain init {folder}.")
         self.folder, self.corpus = folder, folder / CORPUS
-        self.lock = lock(folder / LOCK)
+        why = f"Another coordinator keeps the run in {folder}; stop it first."
+        self.lock = lock(folder / LOCK, why)
         self.ledger = SqliteLedger(folder / LEDGER)
         with self.ledger.reading() as r:
             record = r.run()
@@ -49,19 +50,6 @@ class RunFolder:
     def keeper(self) -> Keeper:
         """The one who keeps it."""
         return Keeper(self.ledger, FolderStore(self.folder / BLOBS), load_key(self.folder / KEY))
-
-
-def lock(path: Path) -> int:
-    """Keeps a second coordinator out for as long as this process lives."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise BadRun(
-            f"Another coordinator keeps the run in {path.parent}; stop it first."
-        ) from None
-    return file
 
 
 def owners_token(folder: Path) -> str:

@@ -267,8 +267,11 @@ class FolderStore:
                 os.utime(part, (now, now))
             sync_all(group.parts.values())
             for digest, part in group.parts.items():
-                self.settling.add(digest)
-                part.replace(self._path(digest))
+                path = self._path(digest)
+                with self.ageing:
+                    if not path.exists():  # else it is durable already, and stays seen
+                        self.settling.add(digest)
+                    part.replace(path)
             sync_all(leaves | (self._with_parents(new) if new else set()))
         self.leaves |= new
         self.settling.difference_update(digests)  # not on error: then nobody knows

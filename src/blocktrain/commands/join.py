@@ -11,6 +11,7 @@ import platformdirs
 from cyclopts import Parameter
 
 from blocktrain.console import PLAIN, Out, bar
+from blocktrain.disk import errors_are_clear, lock
 from blocktrain.services.worker import Wishes, Worker
 from blocktrain.wire.certificates import trust_by_fingerprint
 from blocktrain.wire.link import Link
@@ -44,6 +45,9 @@ def join(
         Where this worker keeps its identity and its blocks; one folder is one worker.
     """
     home = folder or Path(platformdirs.user_data_dir("blocktrain")) / "worker"
+    with errors_are_clear(home):
+        home.mkdir(parents=True, exist_ok=True)
+    held = lock(home / "lock", f"Another worker lives in {home}; give this one its own --folder.")
     trusted = trust_by_fingerprint(url, fingerprint) if fingerprint else None
     link = Link(url, wishes.limits, trusted)
     link.note = output.say
@@ -62,5 +66,6 @@ def join(
         gave = worker.work()
     moved = worker.traffic()
     link.close()
+    os.close(held)
     told = {**asdict(gave), "bytes_sent": moved.sent, "bytes_received": moved.received}
     output.result(told, "What you gave; thank you")

@@ -80,8 +80,18 @@ class Norm(nn.Module):
 def linear(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
     """A matrix without bias, rows drawn so that unit inputs give outputs of variance gain^2."""
     matrix = nn.Linear(inputs, outputs, bias=False)
-    nn.init.normal_(matrix.weight, std=gain * inputs**-0.5)
+    if not matrix.weight.is_meta:
+        nn.init.normal_(matrix.weight, std=gain * inputs**-0.5)
     return matrix
+
+
+class Embedding(nn.Embedding):
+    """A vector for each token. Without memory nothing is drawn: that would import a compiler."""
+
+    def reset_parameters(self) -> None:
+        """Draws the vectors."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 def rope_angles(positions_T: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
@@ -199,7 +209,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
         if index == 0:
-            self.embed = nn.Embedding(VOCABULARY, shape.width)
+            self.embed = Embedding(VOCABULARY, shape.width)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.head = Head(shape)
 
@@ -214,7 +224,7 @@ class DenoiseBlock(nn.Module):
 
     def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY + 1, shape.width)  # one more for MASK
+        self.embed = Embedding(VOCABULARY + 1, shape.width)  # one more for MASK
         self.z_in = linear(VOCABULARY, shape.width)
         self.told = nn.Sequential(
             linear(SIGMA_FEATURES, CONDITION), nn.SiLU(), linear(CONDITION, CONDITION)

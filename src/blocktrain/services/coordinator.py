@@ -54,7 +54,7 @@ CHUNK = 2**20
 MOST_VERSIONS = 64  # told at once to a worker who was away; further back it fetches whole blocks
 STANDSTILL = 30.0  # seconds without a byte (a message: in all) after which an upload is given up
 MOST = 2**53  # bytes moved that can be told (messages.Count)
-LONGEST_WAIT = 5.0  # seconds that a question for work is held; Ctrl+C must not wait for longer
+LONGEST_WAIT = 2.0  # seconds that a question for work is held: Ctrl+C waits for it, here and there
 SSE_EVERY = 1.0  # seconds between two events at the least
 SSE_HEARTBEAT = 10.0
 SOFTWARE = "blocktrain"
@@ -373,7 +373,8 @@ class Coordinator:
             raise NoLength("Say how long the blob is: send Content-Length.")
         if not 0 < (length := int(told)) <= self.largest:
             raise BlobTooLarge(f"{length} bytes; an update of this run has {self.largest} at most.")
-        if self.uploads.get(worker, 0) >= 3 and self.keeper.store.size(digest) is None:
+        new = self.keeper.store.size(digest) is None
+        if new and self.uploads.get(worker, 0) >= 3:
             raise NotAllowed("You have sent blobs without naming them in an update; do so first.")
         with tempfile.SpooledTemporaryFile(IN_MEMORY) as file:
             async with self.only_upload(worker) as patience:
@@ -382,7 +383,8 @@ class Coordinator:
             chunks = iter(lambda: file.read(CHUNK), b"")
             put = self.keeper.store.put
             await asyncio.to_thread(put, chunks, limit=length, expected=digest)
-        self.uploads[worker] = self.uploads.get(worker, 0) + 1  # only what arrived takes room
+        if new:  # a line that was cut may deliver the same one again, or half of it, any time later
+            self.uploads[worker] = self.uploads.get(worker, 0) + 1
         return say(messages.Done())
 
     @asynccontextmanager

@@ -7,7 +7,9 @@ refused by its length before it is read (MAX_MESSAGE). Tensors never travel in m
 blobs, named here by their digest.
 """
 
-from typing import Annotated, TypeVar, Union
+import threading
+from functools import cache
+from typing import Annotated, Any, TypeVar, Union
 
 import msgspec
 from msgspec import Meta
@@ -215,12 +217,24 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.json.encode(message)
 
 
+# msgspec 0.22 can crash when threads decode a type for the first time at the same moment.
+MAKING = threading.Lock()
+
+
+@cache
+def decoder_for(kinds: tuple[type[Message], ...]) -> "msgspec.json.Decoder[Any]":
+    """Made once for each set of kinds, by one thread at a time."""
+    return msgspec.json.Decoder(Union[kinds])  # noqa: UP007
+
+
 def decode(body: bytes, *kinds: type[M]) -> M:
     """Bytes from a stranger -> a message of one of these kinds, or a sentence."""
     if len(body) > MAX_MESSAGE:
         raise BadInput(f"The message has {len(body)} bytes; at most {MAX_MESSAGE} are read.")
+    with MAKING:
+        decoder = decoder_for(kinds)
     try:
-        message: M = msgspec.json.decode(body, type=Union[kinds])  # noqa: UP007
+        message: M = decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(f"The message is not understood: {error}.") from None
     return message

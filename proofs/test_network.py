@@ -1,0 +1,50 @@
+"""What the training network promises, at full size. Slow: `make proofs`, on a quiet machine."""
+
+from proofs.test_reach import RUNS, last_line
+
+
+def test_combining_needs_little_memory_and_is_fast() -> None:
+    found = last_line("bench", "combine", "--json")
+    assert found["memory_in_updates"] <= 2
+    assert found["speed_ratio"] >= 0.5
+
+
+def test_two_hundred_workers_get_their_receipts() -> None:
+    found = last_line("bench", "coordinator", "--json")
+    assert found["workers"] == 200
+    assert found["update_bytes"] >= 1e6
+    assert found["p99_ms"] <= 1000
+    assert found["burst_seconds"] <= 5
+    assert found["refused"] == found["burst_refused"] == 0
+
+
+def test_the_network_costs_little_more_than_the_lab() -> None:
+    found = last_line("bench", "network", "--json")
+    assert found["ratio"] <= 1.15
+    assert found["join_seconds"] <= 10
+
+
+def test_a_small_codec_costs_next_to_nothing() -> None:
+    """In runs/codecs, which goes on where it was stopped."""
+    fp32, chosen = last_line("bench", "codecs", "int4", "--out", str(RUNS / "codecs"), "--json")[
+        "rows"
+    ]
+    assert chosen["ce"] - fp32["ce"] <= 0.005
+
+
+def test_six_replicas_learn_nearly_what_one_learns() -> None:
+    """In runs/replicas, which goes on where it was stopped."""
+    one, six = last_line(
+        "bench", "replicas", "6", "--batch", "12", "--rounds", "20",
+        "--out", str(RUNS / "replicas"), "--json",
+    )["rows"]  # fmt: skip
+    assert six["ce"] - one["ce"] <= 0.026
+
+
+def test_three_hosts_move_little() -> None:
+    found = last_line(
+        "bench", "three-hosts", "--rounds", "24", "--out", str(RUNS / "three-hosts"), "--json"
+    )
+    assert 5.5 < found["ce_start"] < 5.6
+    assert found["ce"] <= 1.811
+    assert found["bytes_moved"] <= 152e6
