@@ -22,7 +22,7 @@ from blocktrain.aggregation.folder import RunFolder, owners_token
 from blocktrain.aggregation.keeper import Keeper
 from blocktrain.commands.coordinator import Listen, listening
 from blocktrain.services.coordinator import Coordinator
-from blocktrain.services.door import Head
+from blocktrain.services.coordinator.door import Head
 from blocktrain.terms import Digest, Parameters
 from blocktrain.wire import messages, signing, tensors
 from blocktrain.wire.messages import Assignment, Message, Receipt, Signed, Update

@@ -20,7 +20,7 @@ from blocktrain.aggregation import charter, keeper, status
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.commands import coordinator as command
-from blocktrain.services import coordinator, door
+from blocktrain.services.coordinator import answers, door, watching, working
 from blocktrain.wire import codecs, messages, owner, signing, tensors
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -76,13 +76,13 @@ def test_every_limit_and_code_is_the_one_that_holds() -> None:
     for sentence in (
         f"**Protocol version {messages.PROTOCOL}.**",
         f"within {door.HEAD_SECONDS:.0f} seconds",
-        f"within {coordinator.STANDSTILL:.0f} seconds",
+        f"within {answers.STANDSTILL:.0f} seconds",
         f"{door.REQUESTS_PER_SECOND:.0f} a second, {door.BURST:.0f} at once",
-        f"held for up to {coordinator.LONGEST_WAIT:.0f} seconds",
+        f"held for up to {working.LONGEST_WAIT:.0f} seconds",
         f"| {command.KEEP_ALIVE} seconds |",
-        f"the next {coordinator.MOST_VERSIONS} rounds",
+        f"the next {working.MOST_VERSIONS} rounds",
         f"{status.MOST_WORKERS}, {status.LAST_EVENTS}, {status.MOST_POINTS}; fewer",
-        f"changes for {coordinator.SSE_HEARTBEAT:.0f} seconds",
+        f"changes for {watching.SSE_HEARTBEAT:.0f} seconds",
         signing.PREFIX.decode().encode("unicode_escape").decode(),
         f"belongs to {codecs.BLOCK} values",
     ):
@@ -90,7 +90,7 @@ def test_every_limit_and_code_is_the_one_that_holds() -> None:
     for sentence in (f"{keeper.UNNAMED:.0f} seconds", f"{keeper.PRUNE_EVERY:.0f} seconds"):
         assert sentence in ASSUMPTIONS.replace("\n ", ""), sentence
     assert f"{keeper.UNNAMED:.0f} seconds after they came" in WIRE
-    for _, code in coordinator.STATUS_OF:
+    for _, code in answers.STATUS_OF:
         assert re.search(rf"^\| [\d, ]*{code}[\d, ]* \|", WIRE, re.M), code
     for codec in codecs.CODECS:
         assert f"| `{codec}` |" in WIRE

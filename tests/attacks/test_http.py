@@ -16,9 +16,8 @@ from tests.attacks.siege import Siege, answer, why
 
 from blocktrain.aggregation.ledger import WorkerId
 from blocktrain.learning.data import Corpus
-from blocktrain.services import coordinator as coordinators
-from blocktrain.services import door
 from blocktrain.services.begin import Settings, begin
+from blocktrain.services.coordinator import answers, door, working
 from blocktrain.terms import Digest
 from blocktrain.wire.messages import MAX_MESSAGE
 
@@ -61,7 +60,7 @@ def test_a_blob_of_an_impossible_length_is_refused_before_it_is_sent(siege: Sieg
         path, told = f"/v1/blobs/{'0' * 64}", f"Content-Length: {length}"
         status, body = siege.raw(head("PUT", path, bearing(peer.session), told))
         assert status == 413
-        assert str(siege.coordinator.largest).encode() in body
+        assert str(siege.coordinator.working.largest).encode() in body
 
 
 def test_what_is_no_length_is_no_request(siege: Siege) -> None:
@@ -103,7 +102,7 @@ def test_a_blob_that_ends_early_is_not_kept_and_not_held_against_its_sender(sieg
             sock.sendall(told + body[:500])
             time.sleep(0.02)
     deadline = time.monotonic() + 5
-    while siege.coordinator.uploads.get(WorkerId(peer.id)):
+    while siege.coordinator.working.uploads.get(WorkerId(peer.id)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert siege.keeper.store.size(Digest(digest)) is None
@@ -113,7 +112,7 @@ def test_a_blob_that_ends_early_is_not_kept_and_not_held_against_its_sender(sieg
 def test_an_upload_for_which_there_is_no_room_may_come_again(
     siege: Siege, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(coordinators, "IN_MEMORY", 100)  # what is longer goes through a file
+    monkeypatch.setattr(working, "IN_MEMORY", 100)  # what is longer goes through a file
     peer, body = siege.peer(), os.urandom(1000)
     digest = hashlib.sha256(body).hexdigest()
     with monkeypatch.context() as patch:
@@ -126,7 +125,7 @@ def test_an_upload_for_which_there_is_no_room_may_come_again(
 def test_a_body_that_does_not_come_is_not_waited_for(
     siege: Siege, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinators, "STANDSTILL", 0.3)
+    monkeypatch.setattr(answers, "STANDSTILL", 0.3)
     peer = siege.peer()
     for method, path in (("POST", "/v1/ask"), ("PUT", f"/v1/blobs/{'0' * 64}")):
         told = head(method, path, bearing(peer.session), "Content-Length: 1000")
@@ -138,7 +137,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(
 def test_a_message_that_drips_is_not_waited_for(
     siege: Siege, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinators, "STANDSTILL", 0.3)
+    monkeypatch.setattr(answers, "STANDSTILL", 0.3)
     peer = siege.peer()
     told = head("POST", "/v1/alive", bearing(peer.session), "Content-Length: 1000")
     with siege.socket() as sock:
@@ -382,7 +381,7 @@ def test_strangers_are_not_remembered_for_ever(
     siege: Siege, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "MOST_BUCKETS", 50)
-    buckets = siege.coordinator.door.buckets
+    buckets = siege.coordinator.office.door.buckets
     buckets.clear()
     client = siege.client()
     for number in range(300):  # nobody with a made-up session is remembered at all
@@ -413,14 +412,14 @@ def test_whoever_asks_too_often_must_wait(
 
 def test_a_crowd_that_watches_costs_one_look(siege: Siege, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
-    look = siege.coordinator.look
+    look = siege.coordinator.watching.look
 
     def counted() -> object:
         looks.append(time.monotonic())
         time.sleep(0.05)
         return look()
 
-    monkeypatch.setattr(siege.coordinator, "look", counted)
+    monkeypatch.setattr(siege.coordinator.watching, "look", counted)
     began = time.monotonic()
     sockets = [siege.socket() for _ in range(100)]
     try:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.attacks.siege import NOTHING, Peer, Siege, sealed, why
 
-from blocktrain.services import coordinator
+from blocktrain.services.coordinator import working
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, owner
 from blocktrain.wire.messages import Message
@@ -52,7 +52,7 @@ def mouths(siege: Siege, peer: Peer) -> list[Mouth]:
 
 def post(siege: Siege, peer: Peer, mouth: Mouth, body: bytes) -> tuple[int, str]:
     """Whatever is posted, by somebody who may; the answer must be one that others understand."""
-    siege.coordinator.door.buckets.clear()  # it is not the question here
+    siege.coordinator.office.door.buckets.clear()  # it is not the question here
     owners = mouth.path == "join" or isinstance(mouth.honest, OWNERS)
     bearer = siege.token if owners else peer.session
     headers = {"Authorization": f"Bearer {bearer}"}
@@ -72,7 +72,7 @@ def crowd(standing: Siege) -> Iterator[tuple[Siege, Peer, list[Mouth]]]:
     """For fuzzing, which keeps its fixtures for all examples."""
     peer = standing.peer(new_key())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coordinator, "LONGEST_WAIT", 0.05)  # who asks for no block waits in vain
+        patch.setattr(working, "LONGEST_WAIT", 0.05)  # who asks for no block waits in vain
         yield standing, peer, mouths(standing, peer)
 
 

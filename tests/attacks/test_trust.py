@@ -108,7 +108,7 @@ def test_a_session_cannot_be_guessed_or_lent(siege: Siege) -> None:
     ]
     for session in made_up:
         refuse(siege.client(session), "POST", "/v1/ask", "a worker's session; join first")
-    right = siege.coordinator.door.session(unknown.id)  # as if the secret had leaked
+    right = siege.coordinator.office.door.session(unknown.id)  # as if the secret had leaked
     refuse(siege.client(right), "POST", "/v1/ask", "not known here")
 
 

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation import rounds, state
-from blocktrain.aggregation.combine import Part, Standing, combined, norm, refusal
+from blocktrain.aggregation.combine import norm, refusal
 from blocktrain.aggregation.events import (
     Asked,
     Assigned,
@@ -49,25 +49,23 @@ from blocktrain.aggregation.events import (
     Submitted,
     Tick,
     Verdict,
-    Why,
 )
 from blocktrain.aggregation.events import Receipt as Decided
 from blocktrain.aggregation.ledger import (
-    Assignment,
     Ledger,
     Receipt,
     Transaction,
-    Version,
     WorkerId,
 )
-from blocktrain.aggregation.pour import pour
-from blocktrain.aggregation.state import Open, State
+from blocktrain.aggregation.state import State
 from blocktrain.aggregation.store import Store
+from blocktrain.aggregation.versions import Maker, signed_by
+from blocktrain.aggregation.words import spoken
 from blocktrain.errors import BadRun, BadTensors, BlockTrainError, NoBlob
 from blocktrain.terms import Digest
 from blocktrain.wire import messages
-from blocktrain.wire.messages import MAX_MESSAGE, Signed, Traffic, Update
-from blocktrain.wire.signing import Key, sign
+from blocktrain.wire.messages import Signed, Traffic, Update
+from blocktrain.wire.signing import Key
 from blocktrain.wire.tensors import Body
 
 RETRY = 2.0  # seconds between attempts at what a full disk held up
@@ -79,12 +77,6 @@ Turn = tuple[State, Effects, T]
 Work = Callable[[Transaction, State, float], Turn[T]]
 
 log = logging.getLogger("blocktrain.keeper")
-
-SPOKEN = {
-    Why.NOTHING_FREE: "Every slot is taken.",
-    Why.PAUSED: "The owner has paused the run.",
-    Why.BANNED: "The owner takes nothing more from you.",
-}
 
 
 @dataclass(frozen=True)
@@ -106,6 +98,7 @@ class Keeper:
             raise BadRun("There is no run in this folder yet; make one with blocktrain init.")
         self.charter, self.run = charters.decode(run.config), charters.run_id(run.config)
         self.charter_bytes, self.created = run.config, run.created
+        self.maker = Maker(ledger, store, self.charter, self.run, key)
         self.state = state.rebase(state.decode(kept), time.monotonic())
         self.changed: Callable[[bool], None] = lambda work: None
         """Told after every turn; `work` says that those who wait for work should ask again."""
@@ -141,7 +134,7 @@ class Keeper:
             after, effects = rounds.step(now, asked, clock)
             note_traffic(t, asked.worker, traffic)
             answer = next(e for e in effects if isinstance(e, Assigned | Idle))
-            return after, effects, self._spoken(t, after, answer)
+            return after, effects, spoken(t, self.charter, after, answer)
 
         return self._tell(work)
 
@@ -232,7 +225,7 @@ class Keeper:
             case _:
                 word, round, factor, why = "taken", verdict.round, verdict.factor, ""
         receipt = messages.Receipt(name, update.worker, word, round, factor, why[:400])
-        body = messages.encode(self.signed(receipt, "receipt"))
+        body = messages.encode(signed_by(self.key, receipt, "receipt"))
         t.give_receipt(
             Receipt(
                 update=name,
@@ -252,11 +245,6 @@ class Keeper:
         detail = {"block": update.block, "round": update.round, "slot": update.slot}
         t.note(word, {**detail, "worker": update.worker, "why": why}, time.time())
         return body
-
-    def signed(self, message: messages.Message, purpose: str) -> Signed:
-        """A message by which the coordinator stands."""
-        body = messages.encode(message)
-        return Signed(body, self.key.id, sign(self.key, body, purpose).hex())
 
     # --- what the owner wants ---------------------------------------------------------------------
 
@@ -395,64 +383,17 @@ class Keeper:
                 time.sleep(RETRY)
 
     def _make_version(self, effect: Combine) -> None:
-        block, shapes = effect.block, self.charter.shapes(effect.block)
-
-        def reader(digest: Digest | None, codec: str = "fp32") -> Any:
-            return None if digest is None else Body(self.store.view(digest), codec, shapes).read
-
-        with self.ledger.reading() as r:
-            before = r.newest(block)
-            receipts = [r.receipt(part.update) for part in effect.parts]
-        assert before is not None
-        taken = [receipt for receipt in receipts if receipt is not None]
-        parts = [
-            Part(reader(receipt.blob, self.charter.codec), part.bytes_trained, part.factor)
-            for part, receipt in zip(effect.parts, taken, strict=True)
-        ]
-        standing = Standing(
-            reader(before.snapshot),
-            reader(before.steady),
-            reader(before.momentum),
-            reader(before.residual),
-        )
-        averaging, codec = self.charter.averaging, self.charter.codec
-        made = pour(self.store, shapes, combined(shapes, standing, parts, averaging, codec), codec)
-        manifest = self._manifest(effect, taken, (made.snapshot, made.steady, made.delta))
-        version = Version(
-            block,
-            effect.round,
-            made.snapshot,
-            made.steady,
-            made.momentum,
-            made.residual,
-            made.delta,
-            manifest,
-            time.time(),
-        )
-        total = sum(part.bytes_trained for part in effect.parts)
-        shares = {p.update: p.factor * p.bytes_trained / total for p in effect.parts}
-        event = Combined(block, effect.round, made.snapshot, made.steady)
+        version, shares = self.maker.make(effect)
+        event = Combined(effect.block, effect.round, version.snapshot, version.steady)
 
         def work(t: Transaction, now: State, clock: float) -> Turn[None]:
             after, effects = rounds.step(now, event, clock)
             t.close_round(version, shares, state.encode(after))
-            detail = {"block": block, "round": effect.round, "updates": len(shares)}
+            detail = {"block": effect.block, "round": effect.round, "updates": len(shares)}
             t.note("closed", detail, version.closed)
             return after, effects, None
 
         self._tell(work).result()
-
-    def _manifest(
-        self, effect: Combine, taken: list[Receipt], made: tuple[Digest, Digest, Digest]
-    ) -> Digest:
-        """The signed list of shares, as a blob."""
-        shares = [
-            messages.Share(part.update, receipt.worker, part.bytes_trained, part.factor)
-            for part, receipt in zip(effect.parts, taken, strict=True)
-        ]
-        closed = messages.Closed(self.run, effect.block, effect.round, *made, shares)
-        body = messages.encode(self.signed(closed, "closed"))
-        return self.store.put([body], limit=max(MAX_MESSAGE, len(body)))
 
     def _prune(self) -> None:
         """Forgets blobs that nobody can ask for any more."""
@@ -461,53 +402,6 @@ class Keeper:
             with self.ledger.reading() as r:
                 keep = r.blobs_in_use(self.charter.rules.memory + 2)
             self.store.prune(keep, UNNAMED)
-
-    # --- words ------------------------------------------------------------------------------------
-
-    def _spoken(self, t: Transaction, now: State, answer: Assigned | Idle) -> messages.Message:
-        """The answer to a worker who asked; an assignment is written down first."""
-        if isinstance(answer, Idle):
-            if answer.why is Why.ENDED:
-                return messages.Finished("All rounds of this run are closed; thank you.")
-            return messages.Wait(answer.retry_in, SPOKEN[answer.why])
-        block = now.blocks[answer.block]
-        assert isinstance(block.phase, Open)
-        pinned = [self._version(t, index, digest) for index, digest in enumerate(block.phase.pins)]
-        base = t.version(answer.block, answer.round - 1)
-        assert base is not None
-        before = self.charter.bytes_before(answer.round)
-        others = [each for each in pinned if each.block != answer.block]
-        t.assign(
-            Assignment(
-                WorkerId(answer.worker),
-                answer.block,
-                answer.round,
-                answer.slot,
-                base.snapshot,
-                {each.block: each.steady for each in others},
-                answer.steps,
-                before,
-                time.time(),
-            )
-        )
-        return messages.Assignment(
-            block=answer.block,
-            round=answer.round,
-            slot=answer.slot,
-            steps=answer.steps,
-            base=spoken_version(base),
-            neighbours=[spoken_version(each) for each in others],
-            bytes_before=before,
-            seconds_left=answer.seconds_left,
-        )
-
-    def _version(self, t: Transaction, block: int, steady: Digest) -> Version:
-        """The version whose steady copy is pinned."""
-        rounds_kept = [each.round for each in self.state.blocks[block].versions]
-        for number in reversed(rounds_kept):
-            if (found := t.version(block, number)) and found.steady == steady:
-                return found
-        return next(each for each in t.versions(block) if each.steady == steady)
 
 
 def _tick(t: Transaction, now: State, clock: float) -> Turn[None]:
@@ -522,10 +416,3 @@ def note_traffic(t: Transaction, worker: str, traffic: Traffic) -> None:
         received = max(0, traffic.received - known.bytes_received)
         if sent or received:
             t.add_traffic(known.id, sent, received)
-
-
-def spoken_version(version: Version) -> messages.Version:
-    """A version as workers are told of it."""
-    return messages.Version(
-        version.block, version.round, version.snapshot, version.steady, version.delta
-    )

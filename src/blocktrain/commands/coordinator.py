@@ -17,7 +17,7 @@ from blocktrain.aggregation.folder import RunFolder
 from blocktrain.console import PLAIN, Out, print_json
 from blocktrain.errors import BadInput
 from blocktrain.services.coordinator import Coordinator
-from blocktrain.services.door import Head
+from blocktrain.services.coordinator.door import Head
 from blocktrain.wire.certificates import Authority, Papers, load_authority
 from blocktrain.wire.owner import Point
 

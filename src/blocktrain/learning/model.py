@@ -8,6 +8,7 @@ block to block depends on the objective: the residual stream for `neighbours`, a
 for `denoise` (learning/noise.py). `Model.prefixes` is the one place that composes blocks.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -252,9 +253,12 @@ def sigma_features(sigma_B: Tensor) -> Tensor:
 Block = DecoderBlock | DenoiseBlock
 
 
+DRAWING = threading.Lock()  # torch has one source of chance for all threads
+
+
 def new_block(shape: Shape, index: int, seed: int) -> Block:
     """Block `index` as it is before any training: a pure function of shape, index and seed."""
-    with torch.random.fork_rng(devices=[]):
+    with DRAWING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, index))
         return empty_block(shape, index)
 

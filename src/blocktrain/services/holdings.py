@@ -90,11 +90,13 @@ class Holdings:
     def follow_to(self, version: Version) -> bool:
         """Goes from the newest version that is here to this one by deltas, if that is cheaper."""
         block = version.block
-        here = self.newest(block, before=version.round)
-        if here is None:
-            return False
+        first = self.charter.first[block]
+        here = self.newest(block, before=version.round) or Version(block, 0, first, first, None)
         away = version.round - here.round
         if away * self.charter.update_size(block) > 2 * self.charter.snapshot_size(block):
+            return False
+        made = here.round > 0 or self.good(self.path(here, "steady")) or self.make_first(here)
+        if not made:
             return False
         path = [version]
         if away > 1:
