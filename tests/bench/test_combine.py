@@ -35,8 +35,10 @@ def test_memory_that_is_taken_is_seen() -> None:
     held: list[mmap.mmap] = []
 
     def hold() -> None:
-        held.append(mmap.mmap(-1, 64 * MB))  # not from what malloc kept of other tests
-        held[-1].write(bytes(64 * MB))
+        # Its own memory, and not what malloc kept of other tests.
+        held.append(mmap.mmap(-1, 64 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        for _ in range(64):
+            held[-1].write(bytes(MB))
 
     def hold_and_let_go() -> None:
         hold()
