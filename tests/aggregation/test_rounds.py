@@ -1426,3 +1426,18 @@ class AnyRun(RuleBasedStateMachine):
 
 TestAnyRun = AnyRun.TestCase
 TestAnyRun.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+
+def test_a_worker_goes_on_with_its_block_but_none_is_left_alone() -> None:
+    """It remembers the optimiser of the block it trained last."""
+    play = Play(blocks=2, replicas=2, quorum=2, rounds=4, lease=1000.0)
+    names = ["ann", "ben", "cem", "dai"]
+    homes = {"ann": 0, "ben": 1, "cem": 0, "dai": 1}
+    play.whole_round(*names)
+    assert {name: play.jobs[name].block for name in names} == homes
+    play.whole_round("dai", "cem", "ben", "ann")  # whoever comes first
+    assert {play.jobs[name].round for name in names} == {2}
+    assert {name: play.jobs[name].block for name in names} == homes
+    for name in ("ben", "dai"):
+        play.say(Left(name))
+    assert {play.job(name).block for name in ("cem", "ann")} == {0, 1}

@@ -100,7 +100,7 @@ def forget_silent(state: State, now: float) -> tuple[State, Effects]:
 def _take(state: State, asked: Asked, wanted: Container[int], now: float) -> State:
     """Gives the worker the lowest free slot of the least-served block it can train, if any."""
     resting = state.stopping or state.paused_since is not None
-    choice = None if resting else _choose(state, wanted)
+    choice = None if resting else _choose(state, asked.worker, wanted)
     if choice is None:
         return state
     index, slot = choice
@@ -116,19 +116,42 @@ def _take(state: State, asked: Asked, wanted: Container[int], now: float) -> Sta
     return with_block(state, index, phase=phase, seats=(*block.seats, seat))
 
 
-def _choose(state: State, wanted: Container[int]) -> tuple[int, int] | None:
-    """Block and slot: wanted slots first, then spare ones; the least-served block of each."""
+def _choose(state: State, worker: str, wanted: Container[int]) -> tuple[int, int] | None:
+    """Block and slot: wanted slots first, then spare ones.
+
+    Of each, the block that the worker trained last, whose optimiser it remembers; else the
+    least-served one. It leaves its block to others if a block has nobody at all.
+    """
     replicas = state.rules.replicas
+    homes = _homes(state)
+    home = homes.get(worker)
+    shared = sum(each == home for each in homes.values()) > 1
+    lonely = {index for index, block in enumerate(state.blocks) if not block.taken_slots}
+    orphans = lonely - set(homes.values()) if shared else set()
     open_blocks = [
-        (len(block.taken_slots), block.round, index, block.taken_slots)
+        (
+            (index not in orphans, index != home, len(block.taken_slots), block.round, index),
+            block.taken_slots,
+        )
         for index, block in enumerate(state.blocks)
         if index in wanted and isinstance(block.phase, Open)
     ]
     for slots in (range(replicas), range(replicas, replicas + state.rules.spare_slots)):
-        for _, _, index, taken in sorted(open_blocks, key=lambda it: it[:3]):
+        for (*_, index), taken in sorted(open_blocks, key=lambda it: it[0]):
             if (slot := next((it for it in slots if it not in taken), None)) is not None:
                 return index, slot
     return None
+
+
+def _homes(state: State) -> dict[str, int]:
+    """The block that each worker trained last, in a round before the present one."""
+    seats = sorted(
+        (seat.since, index, seat.worker)
+        for index, block in enumerate(state.blocks)
+        for seat in block.seats
+        if seat.round < block.round and seat.worker in state.workers
+    )
+    return {worker: index for _, index, worker in seats}
 
 
 def _pace(state: State, asked: Asked) -> float | None:
