@@ -23,6 +23,7 @@ from torch import Tensor
 from blocktrain import config
 from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation.charter import Charter
+from blocktrain.aggregation.versions import signed_by
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadCorpus, BadInput, BlockTrainError, NoBlob, NotAllowed
 from blocktrain.learning import device
@@ -37,7 +38,7 @@ from blocktrain.terms import Digest, Parameters, Progress, silent
 from blocktrain.wire import messages, signing, tensors
 from blocktrain.wire.link import Link
 from blocktrain.wire.messages import Assignment, Finished, Receipt, Traffic, Wait
-from blocktrain.wire.signing import Key, load_or_make_key, sign
+from blocktrain.wire.signing import Key, load_or_make_key
 from blocktrain.wire.throttle import Limits
 
 COPIES = 6  # of a block in memory while it trains: values, gradients, two of the optimiser, change
@@ -398,8 +399,7 @@ class Worker:
 
     def signed(self, message: messages.Message, purpose: str) -> messages.Signed:
         """A message by which this worker stands."""
-        body = messages.encode(message)
-        return messages.Signed(body, self.key.id, sign(self.key, body, purpose).hex())
+        return signed_by(self.key, message, purpose)
 
 
 def run_of(charter: Charter) -> Run:
