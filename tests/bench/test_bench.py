@@ -13,7 +13,7 @@ def test_products_are_what_torch_counts() -> None:
     shape = Shape(blocks=4, layers=2, width=128, heads=2, window=64)
     for lookahead in (0, 1, 2):
         task = Task(lookahead=lookahead)
-        step = compute.one_step(shape, task, positions=256)
+        step = compute.one_round(shape, task, positions=256, steps=1)
         with FlopCounterMode(display=False) as counter:
             step()
         counts = counter.get_flop_counts()["Global"]

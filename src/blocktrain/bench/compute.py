@@ -8,6 +8,7 @@ Steps and GEMMs alternate, because the machine's speed drifts; medians are compa
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 from statistics import median
 
 import numpy as np
@@ -21,6 +22,7 @@ from blocktrain.learning.optimiser import MUON_PARTS, NEWTON_SCHULZ_STEPS
 from blocktrain.terms import Progress, silent
 
 GEMM_SIDE = 2048
+LOCAL_STEPS = 4  # in one round: a worker opens a block and digests its optimiser once a round
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,17 @@ class Compute:
 def measure(
     width: int, positions: int, repeats: int, layers: int = 1, progress: Progress = silent
 ) -> Compute:
-    """Alternates GEMMs and training steps of the second of four blocks."""
+    """Alternates GEMMs and short rounds of the second of four blocks."""
     device.keep_freed_memory()
     shape = Shape(blocks=4, layers=layers, width=width, heads=max(1, width // 64), window=256)
     task = Task()
-    step = one_step(shape, task, positions)
+    round_ = one_round(shape, task, positions, LOCAL_STEPS)
     left, right = (torch.randn(GEMM_SIDE, GEMM_SIDE) for _ in range(2))
-    step()
+    round_()
     gemms, steps = [], []
     for number in range(repeats):
         gemms += [timed(lambda: left @ right) for _ in range(5)]
-        steps.append(timed(step))
+        steps.append(timed(round_) / LOCAL_STEPS)
         progress(number + 1, repeats)
     peak = 2 * GEMM_SIDE**3 / median(gemms)
     seconds = median(steps)
@@ -65,15 +67,15 @@ def measure(
         gemm_gflops=peak / 1e9,
         step_gflops=(products + muon) / seconds / 1e9,
         step_seconds=seconds,
-        steps=repeats,
+        steps=repeats * LOCAL_STEPS,
         width=width,
         positions=positions,
         threads=torch.get_num_threads(),
     )
 
 
-def one_step(shape: Shape, task: Task, positions: int) -> Callable[[], None]:
-    """A step as a worker makes it: the same code, one local step per call."""
+def one_round(shape: Shape, task: Task, positions: int, steps: int) -> Callable[[], None]:
+    """A round's steps as a worker makes them: the same code, fewer of them."""
     blocks = [new_block(shape, index, 0).requires_grad_(False) for index in range(shape.blocks)]
     loaders: list[Loader] = [lambda block=block: block for block in blocks]  # type: ignore[misc]
     recipe = Recipe(shape, task)
@@ -84,10 +86,10 @@ def one_step(shape: Shape, task: Task, positions: int) -> Callable[[], None]:
     total = positions * 10**6
     work = Work(recipe, 1, 0, 1, 0, bytes_before=0, bytes_per_step=positions, bytes_planned=total)
 
-    def step() -> None:
-        _, start.optimiser = train_locally(start, iter([rows]), objective, work)
+    def local_steps() -> None:
+        _, start.optimiser = train_locally(start, repeat(rows, steps), objective, work)
 
-    return step
+    return local_steps
 
 
 def timed(action: Callable[[], object]) -> float:

@@ -22,6 +22,7 @@ from pathlib import Path
 from blocktrain import config
 from blocktrain.aggregation.folder import owners_token
 from blocktrain.errors import BadRun, Unreachable
+from blocktrain.services import cores
 from blocktrain.wire import owner
 from blocktrain.wire.link import Link
 
@@ -92,6 +93,11 @@ class Embedded:
         return self.folder / "run"
 
     @property
+    def turns(self) -> Path:
+        """Where the workers take turns at computing."""
+        return self.folder / "turns"
+
+    @property
     def token(self) -> str:
         """The owner's."""
         return owners_token(self.run)
@@ -99,6 +105,7 @@ class Embedded:
     @contextmanager
     def up(self) -> Iterator[Link]:
         """Everything runs; at the end, however it comes, everything is told to stop."""
+        cores.make(self.turns, max(1, (os.cpu_count() or 1) // self.threads))
         try:
             self.start_coordinator()
             with closing(Link(self.url, patience=START)) as link:
@@ -146,6 +153,7 @@ class Embedded:
             "--name", f"worker-{number}",
             "--threads", str(self.threads),
             "--data", self.data,
+            "--turns", str(self.turns),
         ]  # fmt: skip
         child = Child(f"worker-{number}", arguments, self.folder / "logs" / f"worker-{number}.log")
         child.start()

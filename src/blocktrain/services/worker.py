@@ -32,6 +32,7 @@ from blocktrain.learning.files import load_tensors, map_block, save_tensors
 from blocktrain.learning.local import Start, Update, Work, parameters_of, train_locally
 from blocktrain.learning.model import Block, new_block
 from blocktrain.learning.objective import Loader, objective_for, watched
+from blocktrain.services import cores
 from blocktrain.services.holdings import Holdings, refuse_unknown
 from blocktrain.services.run import Run
 from blocktrain.terms import Digest, Parameters, Progress, silent
@@ -68,6 +69,8 @@ class Wishes:
     """Bytes in all, both directions; then the worker leaves."""
     max_disk: int | None = None
     """Bytes that this run may take of the disk."""
+    turns: Path | None = None
+    """A folder shared by workers of one machine: as many compute at once as it has files."""
 
     @property
     def limits(self) -> Limits:
@@ -244,16 +247,17 @@ class Worker:
         snapshot = self.holdings.snapshot(assignment.base)
         loaders = self.neighbours(assignment)
         memory = self.recall(block)
-        began = time.monotonic()
-        update, optimiser = train_locally(
-            Start(snapshot, memory.optimiser),
-            (rows for rows, _ in itertools.islice(self.batches(assignment), assignment.steps)),
-            objective_for(block, self.run.recipe, loaders),
-            work_of(self.run, assignment),
-            self.where,
-            self.leaving.is_set,
-        )
-        seconds = max(1e-3, time.monotonic() - began)
+        with cores.turn(self.wishes.turns, self.leaving.is_set):
+            began = time.monotonic()
+            update, optimiser = train_locally(
+                Start(snapshot, memory.optimiser),
+                (rows for rows, _ in itertools.islice(self.batches(assignment), assignment.steps)),
+                objective_for(block, self.run.recipe, loaders),
+                work_of(self.run, assignment),
+                self.where,
+                self.leaving.is_set,
+            )
+            seconds = max(1e-3, time.monotonic() - began)
         if update.steps:
             self.pace = seconds / update.steps
             self.keep_pending(assignment, (update, seconds), optimiser, memory.residual)
