@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/first
 
-.PHONY: run test check proofs three-hosts format reference clean
+.PHONY: run test check proofs three-hosts format reference models clean
 
 run: $(VENV)/.ready  ## train the default model on WikiText-2, measure it, let it write
 	$(BIN)/blocktrain train --out $(RUN) --reference-line docs/reference.jsonl
@@ -34,6 +34,11 @@ format: $(VENV)/.ready-dev  ## let ruff do what it can
 reference: $(VENV)/.ready  ## train the reference line of `make run`'s plot again (docs/reference.jsonl)
 	$(BIN)/blocktrain lab --blocks 1 --layers 4 --codec fp32 --out runs/reference
 	cp runs/reference/history.jsonl docs/reference.jsonl
+
+models: $(VENV)/.ready  ## train the small model and the judge of the serving tests again (models/)
+	$(BIN)/blocktrain lab --rounds 100 --reference --out runs/bar
+	cp runs/bar/manifest.json runs/bar/block-*.safetensors models/small/
+	cp runs/bar/reference/manifest.json runs/bar/reference/block-*.safetensors models/judge/
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 run")'
