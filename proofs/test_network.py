@@ -39,6 +39,11 @@ def test_six_replicas_learn_nearly_what_one_learns() -> None:
         "--out", str(RUNS / "replicas"), "--json",
     )["rows"]  # fmt: skip
     assert six["ce"] - one["ce"] <= 0.026
+    by_network = last_line(
+        "train", "--replicas", "6", "--batch", "2", "--rounds", "20",
+        "--out", str(RUNS / "six"), "--json",
+    )  # fmt: skip
+    assert by_network["ce"] - one["ce"] <= 0.026
 
 
 def test_three_hosts_move_little() -> None:
