@@ -19,11 +19,11 @@ from blocktrain.aggregation.combine import Kept, Part, combine
 from blocktrain.aggregation.ledger import Ledger, Reading, Receipt, Version
 from blocktrain.errors import BadRun
 from blocktrain.learning.data import Corpus, Cursor, batches
-from blocktrain.learning.local import Start, Work, parameters_of, train_locally
+from blocktrain.learning.local import Start, parameters_of, train_locally
 from blocktrain.learning.model import new_block
 from blocktrain.learning.objective import objective_for, watched
 from blocktrain.services.run import Run
-from blocktrain.services.worker import Memory, loaders_of, run_of
+from blocktrain.services.worker import Memory, loaders_of, run_of, work_of
 from blocktrain.terms import Digest, Parameters, Progress, silent
 from blocktrain.wire import messages, tensors
 
@@ -104,16 +104,6 @@ class Replay:
         }
         where = torch.device("cpu")
         rows = batches(self.corpus.train, self.run.plan, Cursor(told.slot, told.round, 0))
-        work = Work(
-            recipe=self.run.recipe,
-            block=told.block,
-            slot=told.slot,
-            round=told.round,
-            seed=self.run.pace.seed,
-            bytes_before=task.bytes_before,
-            bytes_per_step=self.run.bytes_per_step,
-            bytes_planned=self.run.bytes_after(self.run.pace.rounds),
-        )
         start = Start(
             self.snapshots[task.base],
             {name: value.clone() for name, value in memory.optimiser.items()},
@@ -122,7 +112,7 @@ class Replay:
             start,
             (batch for batch, _ in itertools.islice(rows, told.steps)),
             objective_for(told.block, self.run.recipe, loaders_of(paths, self.run, where)),
-            work,
+            work_of(self.run, task),
             where,
         )
         codec = self.charter.codec

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import psutil
 import torch
 from torch import Tensor
 
 from blocktrain import config
-from blocktrain.aggregation import charter as charters
+from blocktrain.aggregation import ledger
 from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.versions import signed_by
 from blocktrain.disk import errors_are_clear, write_atomically
@@ -32,7 +31,7 @@ from blocktrain.learning.files import load_tensors, map_block, save_tensors
 from blocktrain.learning.local import Start, Update, Work, parameters_of, train_locally
 from blocktrain.learning.model import Block, new_block
 from blocktrain.learning.objective import Loader, objective_for, watched
-from blocktrain.services import cores
+from blocktrain.services import cores, membership
 from blocktrain.services.holdings import Holdings, refuse_unknown
 from blocktrain.services.run import Run
 from blocktrain.terms import Digest, Parameters, Progress, silent
@@ -126,21 +125,12 @@ class Worker:
 
     def join(self) -> None:
         """Shows the token, and learns what everyone agrees on."""
-        hello = self.link.ask("v1/hello", messages.Hello)
-        messages.refuse_other_protocol(hello.protocol, "the coordinator")
-        self.coordinator = hello.coordinator
-        memory = psutil.virtual_memory().available
-        join = messages.Join(
-            messages.PROTOCOL, hello.run, self.key.id, self.wishes.name, memory, str(self.where)
-        )
-        self.link.bearer = self.token
-        joined = self.link.say("v1/join", self.signed(join, "join"), messages.Joined)
-        if charters.run_id(joined.charter.encode()) != hello.run:
-            raise BadInput("The coordinator's charter is not that of its run; do not trust it.")
-        self.link.bearer = joined.session
-        self.run_id, self.charter = hello.run, charters.decode(joined.charter)
+        who = membership.Visitor(self.key, self.token, self.wishes.name, str(self.where))
+        admitted = membership.join(self.link, who)
+        self.coordinator, self.run_id = admitted.coordinator, admitted.run
+        self.charter = admitted.charter
         self.run = run_of(self.charter)
-        self.folder = self.root / hello.run[:16]
+        self.folder = admitted.folder(self.root)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.moved_before = self.remembered_traffic()
         self.corpus = self.text()
@@ -151,7 +141,7 @@ class Worker:
             lambda block: parameters_of(new_block(self.run.shape, block, self.run.pace.seed)),
             self.wishes.max_disk,
         )
-        self.blocks = self.fitting(memory)
+        self.blocks = self.fitting(who.memory)
 
     def text(self) -> Corpus:
         """The run's text: by its name, from a file of the volunteer's, or from the coordinator."""
@@ -237,8 +227,7 @@ class Worker:
         except NoBlob:
             self.leaving.wait(1.0)  # the round went on without us: ask again
         except NotAllowed:
-            self.link.bearer = self.token  # the coordinator may be a restored one
-            self.join()
+            self.join()  # the coordinator may be a restored one
         return True
 
     def train(self, assignment: Assignment) -> None:
@@ -415,8 +404,8 @@ def run_of(charter: Charter) -> Run:
     return config.fill(Run, table, where="the run's charter")
 
 
-def work_of(run: Run, assignment: Assignment) -> Work:
-    """Names one replica's work in one round."""
+def work_of(run: Run, assignment: Assignment | ledger.Assignment) -> Work:
+    """Names one replica's work in one round, as it was told or as it was written down."""
     return Work(
         recipe=run.recipe,
         block=assignment.block,

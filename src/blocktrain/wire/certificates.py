@@ -6,26 +6,22 @@ ERR_SSL_VERSION_OR_CIPHER_MISMATCH, a P-256 server below an Ed25519 authority in
 and neither can be clicked away; P-256 for both gives the usual warning, and then the page opens.
 
 Members (workers and stages) meet no browser: theirs carry the Ed25519 key of wire/signing.py, so
-whoever signs an update as X is the only one who can open a link as X. Nothing is ever revoked: a
-member's certificate lives for 30 days, and whoever serves asks the ledger about `peer_id`.
+whoever signs an update as X is the only one who can open a link as X. Nothing is ever revoked:
+certificates end, and who is banned gets no other one (services/membership.py).
+
+wire/tls.py opens links with these certificates.
 """
 
 import hashlib
 import ipaddress
 import os
 import re
-import socket
-import ssl
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
-from threading import Timer
-from typing import NamedTuple, cast
-from urllib.parse import urlsplit
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -41,17 +37,21 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from blocktrain.disk import errors_are_clear, write_atomically
-from blocktrain.errors import BadInput, BadKey, NotAllowed, Unreachable
-from blocktrain.wire.signing import PublicId, is_id
+from blocktrain.errors import BadInput, BadKey
+from blocktrain.wire.signing import is_id
+from blocktrain.wire.tls import MAX_PEM, MEMBER_URI
+from blocktrain.wire.tls import Papers as Papers
+from blocktrain.wire.tls import client_context as client_context
+from blocktrain.wire.tls import member_host as member_host
+from blocktrain.wire.tls import peer_id as peer_id
+from blocktrain.wire.tls import server_context as server_context
+from blocktrain.wire.tls import trust_by_fingerprint as trust_by_fingerprint
 
-MAX_PEM = 16 * 1024  # bytes of a file or an answer; an authority's certificate has about 600
-AUTHORITY_PATH = "/v1/authority"  # where the coordinator shows Authority.pem to everybody
 AUTHORITY_LIFE = timedelta(days=3653)  # longer than a run: a new one has a new fingerprint
 SERVER_LIFE = timedelta(days=397)
 MEMBER_LIFE = timedelta(days=30)
-RENEW_BEFORE = timedelta(days=30)
+RENEW_BEFORE = timedelta(days=30)  # of the server's
 BACKDATED = timedelta(hours=14)  # a clock that takes local time for UTC is off by up to 14 hours
-MEMBER_URI = "blocktrain:worker:"
 LABEL = "(?!-)[a-z0-9_-]{1,63}(?<!-)"
 HOST = re.compile(rf"(?=.{{1,253}}\Z)({LABEL}\.)*(?!\d+\Z){LABEL}")
 SERVES, ASKS = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
@@ -61,13 +61,6 @@ CERTIFIES = x509.KeyUsage(False, False, False, False, False, True, True, False, 
 UNUSABLE = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm)
 
 Public = ec.EllipticCurvePublicKey | Ed25519PublicKey
-
-
-class Papers(NamedTuple):
-    """What one shows to prove who one is: a certificate's file and its key's file."""
-
-    certificate: Path
-    key: Path
 
 
 @dataclass(frozen=True)
@@ -176,9 +169,35 @@ class Authority:
 
 def make_authority(folder: Path, run_name: str, now: datetime | None = None) -> Authority:
     """A new authority, kept in that folder. One that is there is never overwritten."""
-    now = now or datetime.now(UTC)
     key_path, path = folder / "authority.key", folder / "authority.pem"
-    key = ec.generate_private_key(ec.SECP256R1())
+    made = authority_of(ec.generate_private_key(ec.SECP256R1()), run_name, now)
+    write_key(made.key, key_path)
+    try:
+        write_new(path, made.pem, 0o644)
+    except BaseException:
+        key_path.unlink()  # half an authority would be in the way of a whole one
+        raise
+    return made
+
+
+def load_or_make_authority(folder: Path, run_name: str) -> Authority:
+    """The authority kept in that folder; a new one, kept from now on, if there is none.
+
+    A key alone was left by kill -9, and nobody has seen its certificate: it gets another one.
+    """
+    key_path, path = folder / "authority.key", folder / "authority.pem"
+    if not path.exists():
+        with suppress(BadKey):  # there is one already
+            write_key(ec.generate_private_key(ec.SECP256R1()), key_path)
+        write_new(path, authority_of(read_key(key_path), run_name).pem, 0o644)
+    return load_authority(folder)
+
+
+def authority_of(
+    key: ec.EllipticCurvePrivateKey, run_name: str, now: datetime | None = None
+) -> Authority:
+    """The authority that a key makes: it says itself who it is."""
+    now = now or datetime.now(UTC)
     name = f"BlockTrain {run_name}".encode(errors="replace")[:64].decode(errors="ignore")
     certificate = (
         certificate_of(name, key.public_key(), now)
@@ -188,14 +207,7 @@ def make_authority(folder: Path, run_name: str, now: datetime | None = None) -> 
         .not_valid_after(now + AUTHORITY_LIFE)
         .sign(key, hashes.SHA256())
     )
-    made = Authority(key, certificate)
-    write_key(key, key_path)
-    try:
-        write_new(path, made.pem, 0o644)
-    except BaseException:
-        key_path.unlink()  # half an authority would be in the way of a whole one
-        raise
-    return made
+    return Authority(key, certificate)
 
 
 def load_authority(folder: Path) -> Authority:
@@ -212,6 +224,21 @@ def load_authority(folder: Path) -> Authority:
             f"{path} is not the certificate of the authority.key beside it; restore them both."
         ) from None
     return Authority(key, certificate)
+
+
+def end_of_member(certificate: bytes, authority: bytes, id: str) -> datetime:
+    """When a member's certificate ends, if it is one: of this authority, for the key of this id."""
+    try:
+        leaf = x509.load_pem_x509_certificate(certificate)
+        leaf.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
+        key = leaf.public_key()
+        if not isinstance(key, Ed25519PublicKey) or key.public_bytes_raw().hex() != id:
+            raise ValueError("of another key")
+    except UNUSABLE:
+        raise BadKey(
+            "The coordinator's certificate for this member is not one; tell the run's owner."
+        ) from None
+    return leaf.not_valid_after_utc
 
 
 def certificate_of(name: str, public: Public, now: datetime) -> x509.CertificateBuilder:
@@ -289,157 +316,3 @@ def read(path: Path, secret: bool = False) -> bytes:
     if secret and mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise BadKey(f"The key {path} is open to others; close it with: chmod 600 {path}.")
     return body
-
-
-def server_context(
-    certificate: Path, key: Path, authority_pem: bytes | None = None, require_clients: bool = False
-) -> ssl.SSLContext:
-    """How to serve with these papers, ours or brought along: TLS 1.2 or 1.3, as for browsers.
-
-    With an authority, members may show who they are. With `require_clients` they must: both ends
-    are ours then, and it is TLS 1.3. A client without the right papers learns it when it first
-    reads; its handshake is over before ours.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3 if require_clients else ssl.TLSVersion.TLSv1_2
-    show(context, Papers(certificate, key))
-    if authority_pem is not None:
-        trust(context, authority_pem)
-        context.verify_mode = ssl.CERT_REQUIRED if require_clients else ssl.CERT_OPTIONAL
-        context.num_tickets = 0  # papers are checked on every link, not remembered from an old one
-    elif require_clients:
-        raise ValueError("clients are checked against an authority: give its certificate")
-    return context
-
-
-def client_context(authority_pem: bytes, member: Papers | None = None) -> ssl.SSLContext:
-    """How to reach whoever has papers from this authority, and nobody else; TLS 1.3.
-
-    The name is always checked: the coordinator's host, or a stage's `member_host`.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # this checks certificate and name
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    trust(context, authority_pem)
-    if member:
-        show(context, member)
-    return context
-
-
-def show(context: ssl.SSLContext, papers: Papers) -> None:
-    """Lets a context prove who we are."""
-    try:
-        # No password: without this, OpenSSL would ask for one on the terminal and wait.
-        context.load_cert_chain(*papers, password="")
-    except OSError as error:  # ssl.SSLError is one
-        raise BadKey(
-            f"{papers.certificate} with {papers.key} cannot be used ({error.strerror}); give a "
-            "certificate and its own key, in PEM and without a password."
-        ) from None
-
-
-def trust(context: ssl.SSLContext, authority_pem: bytes) -> None:
-    """Makes one authority's certificate the context's sole anchor."""
-    try:
-        context.load_verify_locations(cadata=der_of(authority_pem))
-    except (ValueError, ssl.SSLError):
-        raise BadKey("The authority's certificate is damaged; fetch it again.") from None
-
-
-def der_of(pem: bytes) -> bytes:
-    """The one certificate in there, or ValueError."""
-    return ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
-
-
-def member_host(worker: str) -> str:
-    """The name to expect of a stage instead of its host's, so that the handshake checks its id.
-
-    A part of a host's name has at most 63 letters, one fewer than an id.
-    """
-    return f"{worker[:32]}.{worker[32:]}.blocktrain.internal"
-
-
-def peer_id(link: ssl.SSLSocket | ssl.SSLObject) -> PublicId | None:
-    """Who the other side has proved to be; None if it showed nothing, or is no member."""
-    seen = link.getpeercert() or {}  # None: showed nothing; empty: showed what was not checked
-    names = cast(tuple[tuple[str, str], ...], seen.get("subjectAltName", ()))
-    uris = [name for kind, name in names if kind == "URI" and name.startswith(MEMBER_URI)]
-    id = uris[0].removeprefix(MEMBER_URI) if len(uris) == 1 else ""
-    return PublicId(id) if is_id(id) else None
-
-
-def shown(fingerprint: str) -> str:
-    """A fingerprint for people, in groups of four."""
-    return ":".join(re.findall("....", fingerprint))
-
-
-def parse_fingerprint(text: str) -> str:
-    """What people make of a fingerprint: in groups or not, in capitals or not."""
-    bare = re.sub("[: ]", "", text.strip()).lower()
-    if not re.fullmatch("[0-9a-f]{64}", bare):
-        raise BadInput("A fingerprint must be 64 hex digits, as the coordinator prints it.")
-    return bare
-
-
-def anchor_from(pem: bytes, fingerprint: str) -> ssl.SSLContext:
-    """How to reach the authority with this fingerprint, if this is its certificate."""
-    expected = parse_fingerprint(fingerprint)
-    with suppress(ValueError):
-        if hashlib.sha256(der_of(pem)).hexdigest() == expected:
-            return client_context(pem)
-    raise NotAllowed(
-        "The coordinator's fingerprint is another one, so this may be somebody else; compare it "
-        "with the one that the run's owner gives you."
-    )
-
-
-def trust_by_fingerprint(url: str, fingerprint: str, timeout: float = 10.0) -> ssl.SSLContext:
-    """How to reach the coordinator at this address, knowing only its authority's fingerprint.
-
-    The authority's certificate is fetched from the coordinator without any trust, compared, and
-    becomes the sole anchor. It is in the handshake too, but only Python 3.13 shows it there. The
-    links made with this context then fail unless the certificate of whoever answers is from this
-    authority and for this host.
-    """
-    parse_fingerprint(fingerprint)  # a typing error needs no connection
-    return anchor_from(fetch_authority(url, timeout), fingerprint)
-
-
-def fetch_authority(url: str, timeout: float) -> bytes:
-    """What somebody at this address says is the authority's certificate. Nothing is checked."""
-    try:
-        parts = urlsplit(url)
-        host, port, path = parts.hostname, parts.port, parts.path.rstrip("/") + AUTHORITY_PATH
-    except ValueError:
-        host = None
-    if not host or parts.scheme != "https" or not re.fullmatch("[!-~]+", url):
-        raise BadInput(f"{url!r} shows no fingerprint; give an address that starts with https://.")
-    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    blind.check_hostname = False
-    blind.verify_mode = ssl.CERT_NONE
-    connection = HTTPSConnection(host, port or 443, timeout=timeout, context=blind)
-    try:
-        connection.connect()
-        clock = Timer(timeout, hang_up, [connection.sock])
-        clock.start()
-        try:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            body = answer.read(MAX_PEM)
-        finally:
-            clock.cancel()
-    except (OSError, HTTPException, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "no proper answer"  # never the stranger's words
-        raise Unreachable(f"{url} does not answer ({why}); check the address.") from None
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise NotAllowed(
-            f"{url} shows no authority; join without a fingerprint, or check the address."
-        )
-    return body
-
-
-def hang_up(link: socket.socket) -> None:
-    """Ends a connection. Its own timeout is for each read: a byte now and then would hold us."""
-    with suppress(OSError):  # the other side was faster
-        socket.socket.shutdown(link, socket.SHUT_RDWR)

@@ -2,7 +2,8 @@
 
 Whatever fails on the way is tried again for as long as the link's patience lasts; whatever the
 coordinator refuses is raised at once, with its own words. A link may be used by several threads;
-one file is fetched by one of them at a time.
+one file is fetched by one of them at a time. Proxies are those of the environment
+(wire/transport.py).
 """
 
 import hashlib
@@ -18,7 +19,6 @@ from http.cookiejar import DefaultCookiePolicy
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-import httpcore
 import httpx
 
 from blocktrain.disk import errors_are_clear, sync, write_all
@@ -35,13 +35,14 @@ from blocktrain.errors import (
 from blocktrain.terms import Digest, Progress, silent
 from blocktrain.wire.messages import MAX_MESSAGE, M, Message, Refused, decode, encode
 from blocktrain.wire.throttle import NO_LIMITS, PIECE, Backend, Limits, Meter, Moved
+from blocktrain.wire.transport import Transport, checked, proxy_for
 
 PATIENCE = 6 * 3600.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds; the mean wait is half of it
-KEEP_ALIVE = 60.0  # seconds an idle connection is kept; a TLS handshake costs some kilobytes
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 60.0
 RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/(\d{1,15}|\*)")
 SECONDS = re.compile(r"\d{1,9}")
+NO_PASSAGE = "The proxy wants a name and a password; write it as http://NAME:PASSWORD@HOST:PORT."
 
 T = TypeVar("T")
 
@@ -53,16 +54,6 @@ class Trouble(Exception):
         super().__init__(why)
         self.pause = pause  # seconds that the coordinator asks for
         self.progress = progress  # part of it arrived and need not come again
-
-
-class Transport(httpx.HTTPTransport):
-    """httpx's own transport over a pool of our making.
-
-    The pool is httpx's only way to a network backend and has no public name (httpx 0.28).
-    """
-
-    def __init__(self, pool: httpcore.ConnectionPool) -> None:
-        self._pool = pool
 
 
 class Link:
@@ -89,8 +80,10 @@ class Link:
         self.meter = Meter(limits)
         if address.scheme == "https" and verify is None:
             verify = httpx.create_ssl_context(trust_env=False)
+        proxy = proxy_for(self.url)
+        self.through = f" through {proxy.url.netloc.decode()}" if proxy else ""
         self.client = httpx.Client(
-            transport=Transport(pool(verify, Backend(self.meter))),
+            transport=Transport(verify, Backend(self.meter), proxy),
             headers={"User-Agent": "blocktrain", "Accept-Encoding": "identity"},
             trust_env=False,  # only config.py reads the environment
         )
@@ -234,6 +227,10 @@ class Link:
             raise BadInput(
                 f"The token for {self.url} has characters that cannot be sent; copy it again."
             ) from None
+        except httpx.ProxyError as error:
+            if str(error).startswith("407"):
+                raise NotAllowed(NO_PASSAGE) from None
+            raise Trouble(f"the proxy answers {words_of(error)}") from None
         except httpx.TransportError as error:
             raise Trouble(words_of(error)) from None
 
@@ -250,6 +247,8 @@ class Link:
                 f"{self.url} sends us on to {place}, which is not followed; "
                 "if you trust that place, give its URL."
             )
+        if status == 407:
+            return NotAllowed(NO_PASSAGE)
         kind: type[BlockTrainError] = BadInput
         if status in (401, 403):
             kind = NotAllowed
@@ -310,15 +309,15 @@ class Link:
 
     def _unreachable(self, trouble: Trouble, how: str) -> Unreachable:
         return Unreachable(
-            f"{self.url} does not answer, {how} ({trouble}); check the URL and the network, "
-            "then run the same command again."
+            f"{self.url} does not answer{self.through}, {how} ({trouble}); check the URL and the "
+            "network, then run the same command again."
         )
 
     def _is_gone(self, why: str) -> None:
         with self.changing:
             news, self.gone = not self.gone, True
         if news:
-            self.note(f"{self.url} is gone ({why}); trying again until it is back.")
+            self.note(f"{self.url} is gone{self.through} ({why}); trying again until it is back.")
 
     def _is_back(self) -> None:
         with self.changing:
@@ -328,37 +327,6 @@ class Link:
 
     def _at(self, path: str) -> str:
         return f"{self.url}/{path.lstrip('/')}"
-
-
-def checked(url: str) -> httpx.URL:
-    """The address of a coordinator, if it is one that can be called."""
-    try:
-        address = httpx.URL(url.strip())
-    except httpx.InvalidURL as error:
-        raise BadInput(f"{url!r} is no URL ({error}); write it as http://HOST:PORT.") from None
-    if address.userinfo:
-        raise BadInput(
-            f"The URL of {address.host} has a name or password in it; leave them out and give "
-            "the token by itself."
-        )
-    if address.scheme not in ("http", "https") or not address.host:
-        raise BadInput(
-            f"{url!r} is no URL that can be called; write it as http://HOST:PORT or "
-            "https://HOST/PATH."
-        )
-    if address.query or address.fragment or not 0 < (address.port or 1) < 2**16:
-        raise BadInput(
-            f"{url!r} has a part that makes no sense here; write it as http://HOST:PORT or "
-            "https://HOST/PATH, without ? and #."
-        )
-    return address
-
-
-def pool(verify: ssl.SSLContext | None, backend: Backend) -> httpcore.ConnectionPool:
-    """Connections that are kept for the next request, straight to the coordinator."""
-    return httpcore.ConnectionPool(
-        ssl_context=verify, keepalive_expiry=KEEP_ALIVE, network_backend=backend
-    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from msgspec import Meta
 from blocktrain.errors import BadInput, OtherProtocol
 from blocktrain.terms import Digest
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes when an old worker and a new coordinator would misunderstand each other."""
 MAX_MESSAGE = 256 * 1024  # bytes; the largest is a joined worker's config and block shapes
 
@@ -26,6 +26,7 @@ WorkerId = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Signature = Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]
 Name = Annotated[str, Meta(max_length=64, pattern=r"^[\w .@:+-]*\Z")]
 Sentence = Annotated[str, Meta(max_length=400)]
+Pem = Annotated[str, Meta(max_length=16 * 1024)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
@@ -52,6 +53,8 @@ class Join(Message, frozen=True, tag="join"):
     name: Name
     memory: Count
     device: Name
+    token: Sha256
+    """Sha256 of the token that is shown with it: with another one, these words mean nothing."""
 
 
 class Joined(Message, frozen=True, tag="joined"):
@@ -61,6 +64,15 @@ class Joined(Message, frozen=True, tag="joined"):
     """As JSON; its sha256 is the run's name."""
     session: Annotated[str, Meta(max_length=256)]
     """Bearer secret of every further request; it dies with the worker's membership."""
+
+
+class Certified(Message, frozen=True, tag="certified"):
+    """This proves to all other members that you are one; come again before it ends."""
+
+    certificate: Pem
+    """Of the member's own key."""
+    authority: Pem
+    """Whose certificates all members of the run have."""
 
 
 class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

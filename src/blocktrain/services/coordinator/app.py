@@ -22,9 +22,11 @@ from blocktrain.services.coordinator.answers import (
 )
 from blocktrain.services.coordinator.office import Office
 from blocktrain.services.coordinator.owning import Owning
+from blocktrain.services.coordinator.serving import Serving
 from blocktrain.services.coordinator.watching import Watching
 from blocktrain.services.coordinator.working import Working
 from blocktrain.wire import owner
+from blocktrain.wire.certificates import Authority
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -37,16 +39,18 @@ class Coordinator:
         keeper: Keeper,
         corpus: Path | None = None,
         reference: list[owner.Point] | None = None,
-        authority: bytes | None = None,
+        authority: Authority | None = None,
     ) -> None:
         self.keeper = keeper
         self.office = Office(keeper, corpus, authority)
         self.watching = Watching(self.office, reference or [])
         self.working, self.owning = Working(self.office), Owning(self.office)
+        self.serving = Serving(self.office)
 
     def app(self, base_path: str = "") -> Starlette:
         """The application, at the root and, for proxies that keep it, under a base path."""
         watching, working, owning = self.watching, self.working, self.owning
+        serving = self.serving
         routes = [
             Route("/", guarded(watching.page)),
             Route("/static/{name:path}", guarded(watching.page)),
@@ -62,6 +66,10 @@ class Coordinator:
             Route("/v1/blobs/{digest}", guarded(working.give_blob)),
             Route("/v1/blobs/{digest}", guarded(working.take_blob), methods=["PUT"]),
             Route("/v1/corpus/{name}", guarded(working.give_corpus)),
+            Route("/v1/manifests/{block}/{round}", guarded(working.manifest)),
+            Route("/v1/certificate", guarded(serving.certificate)),
+            Route("/v1/stages", guarded(serving.stages)),
+            Route("/v1/stages", guarded(serving.announce), methods=["POST"]),
             Route("/v1/status", guarded(watching.status)),
             Route("/v1/events", guarded(watching.events)),
             Route("/v1/checkpoint", guarded(owning.checkpoint)),

@@ -7,15 +7,17 @@ from starlette.requests import Request
 
 from blocktrain.aggregation.keeper import Keeper
 from blocktrain.errors import (
+    NoBlob,
     NotAllowed,
 )
 from blocktrain.services.coordinator.door import Door, TooOften
+from blocktrain.wire.certificates import Authority
 
 
 class Office:
     """One run, and whoever waits for news of it."""
 
-    def __init__(self, keeper: Keeper, corpus: Path | None, authority: bytes | None) -> None:
+    def __init__(self, keeper: Keeper, corpus: Path | None, authority: Authority | None) -> None:
         self.keeper, self.corpus, self.authority = keeper, corpus, authority
         self.door = Door(keeper)
         self.news = asyncio.Event()
@@ -39,3 +41,9 @@ class Office:
             raise
         except NotAllowed:
             self.door.token(request, "owner")
+
+    def certifies(self) -> Authority:
+        """Whoever says who belongs to this run."""
+        if self.authority is None:
+            raise NoBlob("This coordinator has no certificate authority; ask the run's owner.")
+        return self.authority

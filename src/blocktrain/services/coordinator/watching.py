@@ -51,9 +51,7 @@ class Watching:
 
     async def show_authority(self, request: Request) -> Response:
         """The certificate of the run's authority, to be compared with its fingerprint."""
-        if self.office.authority is None:
-            raise NoBlob("This coordinator has no certificate authority of its own.")
-        return Response(self.office.authority, media_type="application/x-pem-file")
+        return Response(self.office.certifies().pem, media_type="application/x-pem-file")
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""

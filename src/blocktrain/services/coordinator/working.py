@@ -39,6 +39,7 @@ from blocktrain.services.coordinator.answers import (
     verify,
 )
 from blocktrain.services.coordinator.office import Office
+from blocktrain.terms import Digest
 from blocktrain.wire import messages
 from blocktrain.wire.messages import Message
 
@@ -67,6 +68,8 @@ class Working:
         verify(signed, join.worker, "join")
         if join.run != self.keeper.run:
             raise BadInput("This is another run than the one you want to join; check the URL.")
+        if join.token != Digest(token.hash):  # overheard, and said again with a token of one's own
+            raise NotAllowed("These words were signed for another token; sign them for yours.")
 
         def work(t: Transaction) -> None:
             known = t.worker(WorkerId(join.worker))
@@ -143,6 +146,22 @@ class Working:
                 return [spoken_version(version) for version in found if version]
 
         return say(messages.Versions(await asyncio.to_thread(look)))
+
+    async def manifest(self, request: Request) -> Response:
+        """What a closed round was made of, signed."""
+        self.office.member_or_owner(request)
+        block, round = (number(request.path_params[name]) for name in ("block", "round"))
+
+        def look() -> bytes:
+            with self.keeper.ledger.reading() as r:
+                version = r.version(block, round)
+            if version is None or version.manifest is None:
+                raise NoBlob(
+                    f"Round {round} of block {block} was not closed; ask for a closed one."
+                )
+            return self.keeper.store.get(version.manifest)
+
+        return Response(await asyncio.to_thread(look), media_type="application/json")
 
     async def give_blob(self, request: Request) -> Response:
         """A blob, or the rest of it."""

@@ -1,0 +1,59 @@
+"""For members who serve the model: papers for the links between them, and who serves what."""
+
+import asyncio
+import time
+from datetime import timedelta
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from blocktrain.aggregation.ledger import WorkerId
+from blocktrain.services.coordinator.answers import read, same, say, verify
+from blocktrain.services.coordinator.office import Office
+from blocktrain.wire import messages
+from blocktrain.wire.messages import MAX_MESSAGE
+from blocktrain.wire.registry import Registry
+from blocktrain.wire.serving import Announce, Stages
+
+LIFE = timedelta(days=7)  # of a certificate: so long a banned member may still open links to others
+
+
+class Serving:
+    """Answers stages and gateways.
+
+    Who serves what is kept in memory only: after a restart they all say so again within seconds.
+    """
+
+    def __init__(self, office: Office) -> None:
+        self.office, self.door = office, office.door
+        self.registry = Registry()
+
+    async def certificate(self, request: Request) -> Response:
+        """A member's papers: whoever holds the key of its id may show them to other members."""
+        worker = self.door.worker(request)
+        authority = self.office.certifies()
+        made = await asyncio.to_thread(authority.issue_member, worker, LIFE)
+        return say(messages.Certified(made.decode(), authority.pem.decode()))
+
+    async def announce(self, request: Request) -> Response:
+        """A member says what it serves, and where."""
+        worker = self.door.worker(request)
+        signed = await read(request, messages.Signed)
+        announce = messages.decode(signed.body, Announce)
+        same(worker, announce.place.stage)
+        verify(signed, worker, "announce")
+        self.registry.hear(announce, time.monotonic())
+        return say(messages.Done())
+
+    async def stages(self, request: Request) -> Response:
+        """Who serves what, as far as it fits into a message."""
+        self.office.member_or_owner(request)
+        present = self.registry.present(time.monotonic())
+        here = [each for each in present if self.welcome(each)]
+        while len(messages.encode(Stages(here))) > MAX_MESSAGE:  # nobody would read it
+            here = here[: len(here) * 9 // 10]
+        return say(Stages(here))
+
+    def welcome(self, announce: Announce) -> bool:
+        """Whether whoever said that is a member still, neither banned nor without a token."""
+        return self.door.members.get(WorkerId(announce.place.stage), "unknown") is None

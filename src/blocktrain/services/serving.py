@@ -1,0 +1,105 @@
+"""A whole serving network on one machine: a gateway and stages as child processes.
+
+FOLDER/authority/      who belongs to it
+FOLDER/members/NAME/   one child's papers each; the gateway's also holds the API keys
+FOLDER/logs/           what each child said
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blocktrain.errors import BadInput
+from blocktrain.services.children import Child
+from blocktrain.services.papers import admit, authority_in
+
+GOOD_BYE = 10.0  # seconds that children have to let texts end
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who serves what."""
+
+    stages: int = 3
+    """Into how many stages the model is cut, each a process of its own."""
+    replicas: int = 1
+    """Of every stage; with two, any one may die in the middle of a text."""
+    threads: int = 1
+    """CPU threads of a stage."""
+    weights: str = "fp32"
+    """How weights are held: fp32, bf16 or int8."""
+
+    def spans(self, blocks: int) -> list[str]:
+        """Blocks of each stage as people write them; what is left over goes to the first ones.
+
+        The first stage drafts: the more blocks it holds, the more of its drafts are accepted.
+        """
+        if not 1 <= self.stages <= blocks:
+            raise BadInput(
+                f"{blocks} blocks cannot be cut into {self.stages} stages; choose 1 to {blocks}."
+            )
+        each, over = divmod(blocks, self.stages)
+        sizes = [each + (number < over) for number in range(self.stages)]
+        ends = [sum(sizes[: number + 1]) for number in range(self.stages)]
+        return [f"{end - size + 1}-{end}" for size, end in zip(sizes, ends, strict=True)]
+
+
+@dataclass
+class Serving:
+    """The children of one serving network."""
+
+    folder: Path
+    model: Path
+    cast: Cast = field(default_factory=Cast)
+    url: str = ""
+    children: list[Child] = field(default_factory=list)
+
+    @contextmanager
+    def up(self, blocks: int, gateway: list[str]) -> Iterator[None]:
+        """Everything runs; at the end, however it comes, everything is told to stop."""
+        try:
+            first = self.start("gateway", ["gateway", str(self.model), *gateway, "--json"])
+            self.url = str(first.first_line("url")["url"])
+            for copy in range(self.cast.replicas):
+                for span in self.cast.spans(blocks):
+                    self.start_stage(span, copy)
+            yield
+        finally:
+            self.stop()
+
+    def start_stage(self, span: str, copy: int) -> None:
+        """One more stage, which announces itself to the gateway."""
+        arguments = [
+            "stage", str(self.model),
+            "--blocks", span,
+            "--threads", str(self.cast.threads),
+            "--weights", self.cast.weights,
+            "--announce", self.url,
+            "--json",
+        ]  # fmt: skip
+        self.start(f"stage-{span}-{copy + 1}", arguments)
+
+    def start(self, name: str, arguments: list[str]) -> Child:
+        """One more child, with papers of its own."""
+        papers = self.folder / "members" / name
+        admit(authority_in(self.folder / "authority"), papers)
+        child = Child(name, [*arguments, "--papers", str(papers)], self.folder / f"logs/{name}.log")
+        child.start()
+        self.children.append(child)
+        return child
+
+    def look_after(self) -> list[str]:
+        """Starts dead children again; returns their names."""
+        return [child.name for child in self.children if child.look()]
+
+    def stop(self) -> None:
+        """The gateway first, so that nobody asks for a text whose stages are going."""
+        deadline = time.monotonic() + GOOD_BYE
+        for child in self.children:
+            child.stop(signal.SIGTERM)
+        for child in self.children:
+            child.end(deadline)
+        self.children.clear()
