@@ -20,11 +20,12 @@ import uvicorn
 
 from blocktrain.aggregation.folder import RunFolder, owners_token
 from blocktrain.aggregation.keeper import Keeper
-from blocktrain.commands.coordinator import Listen, listening
+from blocktrain.commands.listen import Listen, listening
 from blocktrain.services.coordinator import Coordinator
 from blocktrain.services.coordinator.door import Head
 from blocktrain.terms import Digest, Parameters
 from blocktrain.wire import messages, signing, tensors
+from blocktrain.wire.certificates import load_authority
 from blocktrain.wire.messages import Assignment, Message, Receipt, Signed, Update
 from blocktrain.wire.signing import Key, new_key
 
@@ -119,8 +120,8 @@ class Peer:
     def id(self) -> str:
         return self.key.id
 
-    def join_body(self, purpose: str = "join", **lies: Any) -> bytes:
-        """The message by which it comes in."""
+    def join_body(self, purpose: str = "join", token: str | None = None, **lies: Any) -> bytes:
+        """The message by which it comes in, with this token or the owner's."""
         told: dict[str, Any] = {
             "protocol": messages.PROTOCOL,
             "run": self.siege.keeper.run,
@@ -128,6 +129,7 @@ class Peer:
             "name": "somebody",
             "memory": 2**30,
             "device": "cpu",
+            "token": hashlib.sha256((token or self.siege.token).encode()).hexdigest(),
         }
         return messages.encode(sealed(self.key, messages.Join(**{**told, **lies}), purpose))
 
@@ -219,7 +221,7 @@ def besieged(folder: Path) -> Iterator[Siege]:
     """Keeps the run as `blocktrain coordinator` does, in a thread of this process."""
     with RunFolder(folder) as run, listening(Listen(port=0)) as (sock, url):
         served = run.corpus if run.charter.corpus_served else None
-        coordinator = Coordinator(run.keeper(), served)
+        coordinator = Coordinator(run.keeper(), served, [], load_authority(folder))
         server = uvicorn.Server(
             uvicorn.Config(
                 coordinator.app(), log_config=None, timeout_graceful_shutdown=1, http=Head

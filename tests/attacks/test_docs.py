@@ -19,16 +19,25 @@ from tests.attacks.siege import Siege
 from blocktrain.aggregation import charter, keeper, status
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.aggregation.deadlines import Rules
-from blocktrain.commands import coordinator as command
+from blocktrain.commands.listen import KEEP_ALIVE
 from blocktrain.services.coordinator import answers, door, watching, working
-from blocktrain.wire import codecs, messages, owner, signing, tensors
+from blocktrain.services.coordinator.serving import LIFE
+from blocktrain.wire import (
+    codecs,
+    messages,
+    owner,
+    registry,
+    serving,
+    signing,
+    tensors,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 WIRE = (DOCS / "wire.md").read_text()
 ASSUMPTIONS = (DOCS / "assumptions.md").read_text()
 SECTIONS = dict(re.findall(r"^#### (\S+)\n(.*?)(?=^##|\Z)", WIRE, re.M | re.S))
 
-STRUCTS = [
+STRUCTS = [serving.Announce, serving.Stages, serving.Holding, serving.Place] + [
     kind
     for room in (messages, owner)
     for kind in vars(room).values()
@@ -41,7 +50,7 @@ STRUCTS = [
 
 def test_every_route_is_named_with_its_method(siege: Siege) -> None:
     routes = siege.coordinator.app().routes
-    assert len(routes) > 20
+    assert len(routes) > 24
     for route in routes:
         assert isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}:
@@ -57,7 +66,8 @@ def test_every_message_is_named_with_all_of_its_fields(kind: type[msgspec.Struct
     assert name in SECTIONS, f"{name} has no section"
     section = SECTIONS[name]
     if tag:
-        assert f"*{kind.__doc__!s}*" in section.replace("\n", " "), "its sentence is another"
+        sentence = str(kind.__doc__).partition("\n")[0]
+        assert f"*{sentence}*" in section.replace("\n", " "), "its sentence is another"
     named = {
         field
         for row in re.findall(r"^\| (`.*?`) \|", section, re.M)
@@ -71,6 +81,7 @@ def test_every_limit_and_code_is_the_one_that_holds() -> None:
         messages.MAX_MESSAGE,
         door.HEAD_AT_MOST,
         charter.MOST_BLOCKS,
+        registry.MAX_KNOWN,
     ):
         assert f"{number:,}" in WIRE
     for sentence in (
@@ -79,12 +90,15 @@ def test_every_limit_and_code_is_the_one_that_holds() -> None:
         f"within {answers.STANDSTILL:.0f} seconds",
         f"{door.REQUESTS_PER_SECOND:.0f} a second, {door.BURST:.0f} at once",
         f"held for up to {working.LONGEST_WAIT:.0f} seconds",
-        f"| {command.KEEP_ALIVE} seconds |",
+        f"| {KEEP_ALIVE} seconds |",
         f"the next {working.MOST_VERSIONS} rounds",
         f"{status.MOST_WORKERS}, {status.LAST_EVENTS}, {status.MOST_POINTS}; fewer",
         f"changes for {watching.SSE_HEARTBEAT:.0f} seconds",
         signing.PREFIX.decode().encode("unicode_escape").decode(),
         f"belongs to {codecs.BLOCK} values",
+        f"each for {registry.LEASE:.0f} seconds after",
+        f"after {registry.LEASE:.0f} seconds of silence",
+        f"for {LIFE.days} days. Ours get another one when half",
     ):
         assert sentence in WIRE, sentence
     for sentence in (f"{keeper.UNNAMED:.0f} seconds", f"{keeper.PRUNE_EVERY:.0f} seconds"):
@@ -94,8 +108,8 @@ def test_every_limit_and_code_is_the_one_that_holds() -> None:
         assert re.search(rf"^\| [\d, ]*{code}[\d, ]* \|", WIRE, re.M), code
     for codec in codecs.CODECS:
         assert f"| `{codec}` |" in WIRE
-    for purpose in ("join", "update", "receipt", "closed"):
-        assert re.search(rf"^\| `{purpose}` \| (worker|coordinator) \|", WIRE, re.M)
+    for purpose in ("join", "update", "receipt", "closed", "announce"):
+        assert re.search(rf"^\| `{purpose}` \| (worker|coordinator|stage) \|", WIRE, re.M)
 
 
 def test_every_field_of_the_charter_is_named() -> None:
@@ -130,7 +144,7 @@ def test_links_between_sections_lead_somewhere() -> None:
 
 
 class Foreigner:
-    """Speaks protocol 1 with nothing of ours."""
+    """Speaks protocol 2 with nothing of ours."""
 
     def __init__(self, http: httpx.Client, token: str) -> None:
         self.http, self.bearer = http, token
@@ -156,10 +170,11 @@ class Foreigner:
 
     def join(self) -> None:
         self.hello = self.call("GET", "/v1/hello").json()
-        assert self.hello["protocol"] == 1
+        assert self.hello["protocol"] == 2
         _, join = self.signed(
-            "join", say="join", protocol=1, run=self.hello["run"], worker=self.id,
+            "join", say="join", protocol=2, run=self.hello["run"], worker=self.id,
             name="from afar", memory=2**30, device="cpu",
+            token=hashlib.sha256(self.bearer.encode()).hexdigest(),
         )  # fmt: skip
         joined = self.call("POST", "/v1/join", json=join).json()
         text = joined["charter"]

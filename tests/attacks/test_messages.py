@@ -15,6 +15,8 @@ from blocktrain.services.coordinator import working
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, owner
 from blocktrain.wire.messages import Message
+from blocktrain.wire.serving import Announce, Holding
+from blocktrain.wire.serving import Place as ServedAt
 from blocktrain.wire.signing import new_key
 
 
@@ -32,16 +34,23 @@ class Mouth:
         return messages.encode(sealed(peer.key, inner, self.purpose)) if self.purpose else inner
 
 
+def announcement(id: str) -> Announce:
+    """What a stage would say of itself."""
+    holding = Holding(NOTHING, 0, 1, "fp32", "cpu")
+    return Announce(ServedAt(id, "10.0.0.7", 9000), holding, sessions=0, room=4)
+
+
 def mouths(siege: Siege, peer: Peer) -> list[Mouth]:
     """Every endpoint that takes messages. None of these does harm, however often it is said."""
     run, id = siege.keeper.run, peer.id
     update = messages.Update(id, run, 0, 1, 0, NOTHING, NOTHING, 1, 1, 0.1, 1.0, NOTHING, NOTHING)
     return [
-        Mouth("join", messages.Join(1, run, id, "somebody", 1, "cpu"), "join"),
+        Mouth("join", messages.Join(2, run, id, "somebody", 1, "cpu", NOTHING), "join"),
         Mouth("ask", messages.Ask(id, None, 0.1)),
         Mouth("alive", messages.Alive(id)),
         Mouth("leave", messages.Leave(id)),
         Mouth("updates", update, "update"),
+        Mouth("stages", announcement(id), "announce"),
         Mouth("command", owner.Command("resume")),
         Mouth("ban", owner.Ban("0" * 64)),
         Mouth("tokens", owner.Issue("somebody")),

@@ -6,6 +6,7 @@ import httpx
 from starlette.routing import Route
 from tests.attacks.siege import Peer, Siege, sealed, why
 
+from blocktrain.terms import Digest
 from blocktrain.wire import messages, signing
 from blocktrain.wire.messages import Signed
 from blocktrain.wire.signing import new_key
@@ -19,8 +20,21 @@ PUBLIC = {
     "/v1/status",
     "/v1/events",
 }
-FOR_WORKERS = {"/v1/ask", "/v1/alive", "/v1/leave", "/v1/updates", "/v1/versions/{block}/{after}"}
-FOR_MEMBERS = {"/v1/blobs/{digest}", "/v1/corpus/{name}", "/v1/checkpoint"}
+FOR_WORKERS = {
+    "/v1/ask",
+    "/v1/alive",
+    "/v1/leave",
+    "/v1/updates",
+    "/v1/versions/{block}/{after}",
+    "/v1/certificate",
+}
+FOR_MEMBERS = {
+    "/v1/blobs/{digest}",
+    "/v1/corpus/{name}",
+    "/v1/checkpoint",
+    "/v1/manifests/{block}/{round}",
+    "/v1/stages",
+}
 FOR_OWNERS = {"/v1/command", "/v1/ban", "/v1/tokens", "/v1/tokens/revoke", "/v1/evaluations"}
 JOIN = "/v1/join"
 
@@ -33,6 +47,7 @@ def doors(siege: Siege, *paths: str) -> list[tuple[str, str]]:
         if route.path in paths:
             real = route.path.replace("{digest}", siege.keeper.charter.first[0])
             real = real.replace("{name}", "train").replace("{block}/{after}", "0/0")
+            real = real.replace("{block}/{round}", "0/1")
             found += [(method, real) for method in sorted((route.methods or set()) - {"HEAD"})]
     assert len(found) >= len(paths)
     return found
@@ -55,7 +70,7 @@ def test_every_route_is_of_a_kind(siege: Siege) -> None:
 
 def test_nothing_but_the_public_opens_without_a_token(siege: Siege) -> None:
     closed = doors(siege, *FOR_WORKERS, *FOR_MEMBERS, *FOR_OWNERS, JOIN)
-    assert len(closed) == 16
+    assert len(closed) == 20
     for method, path in closed:
         refuse(siege.client(), method, path, "Show a token")
         refuse(siege.client("a-guessed-token"), method, path, "")
@@ -135,7 +150,7 @@ def test_a_revoked_token_and_a_banned_worker_open_nothing(siege: Siege) -> None:
     owner = siege.client(siege.token)
     token = siege.worker_token("soon gone")
     guest = Peer(siege, new_key())
-    joined = siege.client(token).post(JOIN, content=guest.join_body())
+    joined = siege.client(token).post(JOIN, content=guest.join_body(token=token))
     guest.session = joined.json()["session"]
     assert guest.say("alive", messages.Alive(guest.id)).status_code == 200
     hash = hashlib.sha256(token.encode()).hexdigest()
@@ -184,7 +199,8 @@ def test_a_key_for_which_anybody_can_sign_is_nobodys(siege: Siege) -> None:
     """Points of small order: with them the all-zero signature holds for some messages."""
     for y in (0, 1, 2**255 - 20):
         weak = y.to_bytes(32, "little").hex()
-        join = messages.Join(1, siege.keeper.run, weak, "weak", 1, "cpu")
+        hash = Digest(hashlib.sha256(siege.token.encode()).hexdigest())
+        join = messages.Join(2, siege.keeper.run, weak, "weak", 1, "cpu", hash)
         lie = Signed(messages.encode(join), weak, (y.to_bytes(32, "little") + b"\0" * 32).hex())
         assert joining(siege, messages.encode(lie)).status_code == 403
 
@@ -194,11 +210,11 @@ def test_a_join_for_another_run_or_protocol_is_refused(siege: Siege) -> None:
     response = joining(siege, peer.join_body(run="0" * 64))
     assert response.status_code == 400
     assert "another run" in why(response)
-    for protocol, side in ((0, "the worker"), (2, "this side"), (10**4000, "this side")):
+    for protocol, side in ((1, "the worker"), (3, "this side"), (10**4000, "this side")):
         response = joining(siege, peer.join_body(protocol=protocol))
         assert response.status_code == 426
         assert response.json()["why"].startswith(f"Protocol {protocol}"[:100])
-        assert side in why(response) or protocol > 2
+        assert side in why(response) or protocol > 3
 
 
 def test_a_replayed_join_makes_nobody_twice(siege: Siege) -> None:
@@ -212,6 +228,22 @@ def test_a_replayed_join_makes_nobody_twice(siege: Siege) -> None:
         assert [worker.id for worker in r.workers()].count(peer.id) == 1  # type: ignore[arg-type]
         joined = [event for event in r.latest_events(1000) if event.kind == "joined"]
     assert sum(event.detail["worker"] == peer.id for event in joined) == 1
+
+
+def test_an_overheard_join_is_worth_nothing_with_another_token(siege: Siege) -> None:
+    """Else whoever overhears it could bind its worker to a token that is revoked soon."""
+    peer = siege.peer()
+    theirs = siege.worker_token("of somebody else")
+    response = siege.client(theirs).post(JOIN, content=peer.join_body())
+    assert response.status_code == 403
+    assert "signed for another token" in why(response)
+    hash = hashlib.sha256(theirs.encode()).hexdigest()
+    owner = siege.client(siege.token)
+    assert owner.post("/v1/tokens/revoke", json={"say": "revoke", "token": hash}).status_code == 200
+    assert peer.say("alive", messages.Alive(peer.id)).status_code == 200
+    mine = siege.worker_token("of its own")
+    again = siege.client(mine).post(JOIN, content=peer.join_body(token=mine))
+    assert again.json()["session"] == peer.session
 
 
 def test_a_name_is_plain_words(siege: Siege) -> None:

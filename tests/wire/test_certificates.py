@@ -38,16 +38,22 @@ from blocktrain.disk import write_atomically
 from blocktrain.errors import BadInput, BadKey, CannotSave, NotAllowed, Unreachable
 from blocktrain.wire import certificates
 from blocktrain.wire.certificates import (
-    MAX_PEM,
     MEMBER_LIFE,
     RENEW_BEFORE,
     SERVER_LIFE,
     Authority,
+    end_of_member,
+    load_authority,
+    load_or_make_authority,
+    make_authority,
+)
+from blocktrain.wire.signing import WEAK, Key, PublicId, new_key, save_key
+from blocktrain.wire.tls import (
+    MAX_PEM,
+    MEMBER_URI,
     Papers,
     anchor_from,
     client_context,
-    load_authority,
-    make_authority,
     member_host,
     parse_fingerprint,
     peer_id,
@@ -55,7 +61,6 @@ from blocktrain.wire.certificates import (
     shown,
     trust_by_fingerprint,
 )
-from blocktrain.wire.signing import WEAK, Key, PublicId, new_key, save_key
 
 Sentence = Callable[[BaseException], str]
 NOW = datetime.now(UTC)
@@ -260,7 +265,7 @@ def test_only_one_id_in_its_place_is_an_id(house: House, uris: str) -> None:
     id, other = house.member.id, member_host(house.member.id)
     blank = house.authority.blank("odd", house.member.private.public_key(), NOW)
     names: list[x509.GeneralName] = [x509.DNSName(other)]
-    for uri in uris.format(id, certificates.MEMBER_URI).split():
+    for uri in uris.format(id, MEMBER_URI).split():
         names.append(x509.UniformResourceIdentifier(uri))
     odd = house.authority.sign(blank, names, [certificates.SERVES], NOW + timedelta(days=1))
     papers = house.papers(house.member, odd)
@@ -404,6 +409,26 @@ def test_no_certificate_for_what_is_no_id(house: House, worker: str, sentence: S
     sentence(error.value)
 
 
+def test_a_member_knows_when_its_certificate_ends(
+    house: House, stranger: House, sentence: Sentence
+) -> None:
+    id, pem = house.member.id, house.authority.pem
+    good = house.authority.issue_member(id, now=NOW)
+    assert end_of_member(good, pem, id) == NOW.replace(microsecond=0) + MEMBER_LIFE
+    server = house.server().certificate.read_bytes()
+    for certificate, authority, whose in [
+        (good, pem, new_key().id),
+        (good, stranger.authority.pem, id),
+        (stranger.authority.issue_member(id), pem, id),
+        (server, pem, id),
+        (b"", pem, id),
+        (good, b"garbage", id),
+    ]:
+        with pytest.raises(BadKey) as error:
+            end_of_member(certificate, authority, whose)
+        sentence(error.value)
+
+
 def test_nothing_outlives_its_authority(house: House, sentence: Sentence) -> None:
     end = house.authority.certificate.not_valid_after_utc
     made = house.authority.issue_member(house.member.id, now=end - timedelta(days=1))
@@ -476,6 +501,7 @@ def test_damaged_papers_are_renewed(house: House) -> None:
 def test_processes_that_issue_at_once_end_with_papers_that_match(house: House) -> None:
     script = (
         "import sys; from pathlib import Path; from blocktrain.wire.certificates import *;"
+        "from blocktrain.wire.tls import server_context;"
         "folder = Path(sys.argv[1]); authority = load_authority(folder); sys.stdin.readline();"
         "server_context(*authority.server_certificate(['localhost'], folder))"
     )
@@ -529,6 +555,20 @@ def test_an_authority_is_never_overwritten(house: House, sentence: Sentence) -> 
         sentence(error.value)
         kept = {path: path.read_bytes() for path in house.folder.iterdir()}
         assert kept == {path: body for path, body in before.items() if path.name in left}
+
+
+def test_an_authority_is_made_where_there_is_none(tmp_path: Path, sentence: Sentence) -> None:
+    made = load_or_make_authority(tmp_path, "run")
+    assert load_or_make_authority(tmp_path, "another name").fingerprint == made.fingerprint
+    (tmp_path / "authority.pem").unlink()  # killed between the two files
+    whole = load_or_make_authority(tmp_path, "run")
+    assert whole.key.public_key() == made.key.public_key()
+    assert load_authority(tmp_path).pem == whole.pem
+    (tmp_path / "authority.key").unlink()
+    with pytest.raises(BadKey) as error:  # somebody may trust it: no reason for another one
+        load_or_make_authority(tmp_path, "run")
+    sentence(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["authority.pem"]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 200, "🙂" * 60, "\udcff", "CN=a,O=b\n"])

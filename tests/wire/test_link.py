@@ -60,7 +60,9 @@ class Coordinator:
     def __init__(self, **options: Any) -> None:
         self.said: list[tuple[str, bytes, dict[str, str]]] = []
         self.blobs: dict[str, bytes] = {}
+        self.authority = b""
         routes = [
+            Route("/v1/authority", self.show),
             Route("/v1/alive", self.hear, methods=["POST"]),
             Route("/v1/hello", self.hear),
             Route("/v1/blobs/{name}", self.take, methods=["PUT"]),
@@ -76,6 +78,9 @@ class Coordinator:
     async def hear(self, request: Request) -> Response:
         self.said.append((request.url.path, await request.body(), dict(request.headers)))
         return Response(DONE, headers={"Set-Cookie": "track=you"})
+
+    async def show(self, request: Request) -> Response:
+        return Response(self.authority)
 
     async def take(self, request: Request) -> Response:
         self.blobs[request.path_params["name"]] = await request.body()

@@ -12,8 +12,10 @@ from blocktrain.wire.messages import (
     MAX_MESSAGE,
     PROTOCOL,
     Assignment,
+    Certified,
     Finished,
     Hello,
+    Join,
     Message,
     Receipt,
     Signed,
@@ -32,6 +34,8 @@ SPOKEN: list[Message] = [
     Finished("all rounds are closed"),
     Receipt(D, "cd" * 32, "salvaged", 3, 0.5, "one round late"),
     Signed(b"{}", "cd" * 32, "ef" * 64),
+    Join(PROTOCOL, D, "cd" * 32, "ann", 2**30, "cpu", D),
+    Certified("-----BEGIN", "-----BEGIN"),
 ]
 
 

@@ -1,77 +1,289 @@
-"""From a prompt to text, byte by byte, on one machine."""
+"""From a prompt to text, over a Session: `ar`, `exact`, `speculative` and `whole`.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+The first three give the same bytes. They differ in who guesses ahead, and so in how many bytes one
+traversal brings: nobody (`ar`), the first stage with its own head (`exact`), or we from what the
+text has said before (`speculative`). The model's choice is what counts; guesses only save time.
 
-import torch
-from torch import Tensor
+The context is [START, *prompt], its last `window` tokens; when the window is full, the newer half
+of it becomes a new context. So what a byte is chosen from depends on its number alone.
+"""
 
-from blocktrain.errors import BadConfig
-from blocktrain.learning.model import START, Cache, Model
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from blocktrain.errors import BadInput
+from blocktrain.inference.choice import Sampling as Sampling
+from blocktrain.inference.drafting import Lookup, Pace
+from blocktrain.inference.local import LocalSession
+from blocktrain.inference.session import Asked, Said, Session, Watch
+from blocktrain.inference.span import Span
+from blocktrain.learning.model import MASK, START, Model
+from blocktrain.learning.noise import seed_of
+from blocktrain.wire.serving import MAX_DRAFT, MAX_TOKENS
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the next byte is chosen."""
+class Piece:
+    """What one traversal brought; no bytes, where it only read a long prompt or refined."""
 
-    temperature: float = 0.8
-    """0 always takes the likeliest byte; 1 draws from the model as it is."""
-    top_p: float = 0.95
-    """Draw only from the likeliest bytes that together have this probability."""
-    seed: int = 0
-    """The same seed gives the same text."""
-    length: int = 512
-    """Bytes to generate."""
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise BadConfig(f"temperature is {self.temperature}; it must be 0 or more.")
-        if not 0 < self.top_p <= 1:
-            raise BadConfig(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
-        if self.length < 0:
-            raise BadConfig(f"length is {self.length}; it must be 0 or more.")
+    bytes: bytes
+    logs: list[float]
+    """Natural log of the model's own probability of each byte."""
+    said: Said
+    guessed: int = 0
+    """Bytes that were guessed ahead, rightly or not."""
 
 
-@torch.no_grad()
+Pieces = AsyncGenerator[Piece, None]
+
+
+@dataclass
+class Context:
+    """What the model sees of a text, and how much of it its stages remember."""
+
+    window: int
+    tokens: list[int]
+    fed: int = 0
+
+    @property
+    def unread(self) -> list[int]:
+        """What no stage has seen yet."""
+        return self.tokens[self.fed :]
+
+    @property
+    def room(self) -> int:
+        """How many guesses may follow."""
+        return self.window - len(self.tokens)
+
+    def add(self, some: list[int]) -> None:
+        """The text goes on so; all but the last of these were guessed and so are remembered."""
+        self.tokens += some
+        self.fed = len(self.tokens) - 1
+        if self.fed == self.window:  # full: begin again from the newer half
+            self.tokens = self.tokens[-max(1, self.window // 2) :]
+            self.fed = 0
+
+
+class Guesser(Protocol):
+    """Whoever looks ahead."""
+
+    def ask(self, longest: int) -> tuple[list[int], int]:
+        """Bytes to try, and how many more the first stage should draft behind them."""
+
+    def learn(self, said: Said, tokens: int, guessed: int, made: list[int]) -> None:
+        """The model took all but the last of `made` from the guesses."""
+
+
+class Nobody:
+    """Does not look ahead."""
+
+    def ask(self, longest: int) -> tuple[list[int], int]:
+        """Nothing."""
+        return [], 0
+
+    def learn(self, said: Said, tokens: int, guessed: int, made: list[int]) -> None:
+        """Nothing."""
+
+
+@dataclass
+class FirstStage:
+    """The first stage drafts with its own head."""
+
+    pace: Pace = field(default_factory=Pace)
+
+    def ask(self, longest: int) -> tuple[list[int], int]:
+        """As many as pay."""
+        return [], self.pace.length(longest)
+
+    def learn(self, said: Said, tokens: int, guessed: int, made: list[int]) -> None:
+        """How often it was right."""
+        self.pace.learn(said, tokens, guessed, len(made) - 1)
+
+
+@dataclass
+class Before:
+    """What the text said before is tried again."""
+
+    lookup: Lookup
+    pace: Pace = field(default_factory=Pace)
+
+    def ask(self, longest: int) -> tuple[list[int], int]:
+        """As many as pay."""
+        return self.lookup.guess(self.pace.length(longest)), 0
+
+    def learn(self, said: Said, tokens: int, guessed: int, made: list[int]) -> None:
+        """How often it was right, and how the text went on."""
+        self.pace.learn(said, tokens, guessed, len(made) - 1)
+        self.lookup.add(bytes(made))
+
+
+def ar(session: Session, prompt: bytes, sampling: Sampling) -> Pieces:
+    """One byte for each traversal: the plain way."""
+    return verified(session, prompt, sampling, Nobody())
+
+
+def exact(session: Session, prompt: bytes, sampling: Sampling) -> Pieces:
+    """The first stage drafts, one traversal verifies all of it and adds a byte."""
+    return verified(session, prompt, sampling, FirstStage())
+
+
+def speculative(session: Session, prompt: bytes, sampling: Sampling) -> Pieces:
+    """The same with guesses from the text so far, as others do it without a draft model."""
+    return verified(session, prompt, sampling, Before(Lookup(prompt)))
+
+
+async def verified(
+    session: Session, prompt: bytes, sampling: Sampling, guesser: Guesser
+) -> AsyncGenerator[Piece, None]:
+    """The model's own text, traversal by traversal, whatever is guessed."""
+    window = session.shape.window
+    context = Context(window, [START, *prompt][-window:])
+    made = 0
+    while made < sampling.length:
+        choice = sampling.choice(made)
+        while len(context.unread) > MAX_TOKENS - MAX_DRAFT:  # longer than a message may be
+            part = context.unread[: MAX_TOKENS - MAX_DRAFT]
+            said = await session.step(Asked(context.fed, part, wanted=0, choice=choice))
+            context.fed += len(part)
+            yield Piece(b"", [], said)
+        longest = min(context.room, MAX_DRAFT, sampling.length - made - 1)
+        guesses, draft = guesser.ask(longest)
+        tokens = context.unread + guesses
+        said = await session.step(Asked(context.fed, tokens, 1 + len(guesses), draft, choice))
+        guesses = guesses + said.drafted
+        found = said.bytes[: 1 + agreed(guesses, said.bytes)]
+        guesser.learn(said, len(tokens) + len(said.drafted), len(guesses), found)
+        context.add(found)
+        made += len(found)
+        yield Piece(bytes(found), said.logs[: len(found)], said, len(guesses))
+
+
+def agreed(guesses: list[int], chosen: list[int]) -> int:
+    """How many guesses the model would have chosen itself, up to the first that it would not."""
+    pairs = zip(guesses, chosen, strict=False)  # one more is chosen than guessed
+    return next((n for n, (guess, byte) in enumerate(pairs) if guess != byte), len(guesses))
+
+
+async def whole(
+    session: Session,
+    prompt: bytes,
+    length: int,
+    sampling: Sampling,
+    traversals: int = 1,
+    watch: Watch | None = None,
+) -> AsyncGenerator[Piece, None]:
+    """All `length` bytes at once (denoise models), or after `traversals` that refine them.
+
+    After traversal n of N, the most confident n/N of the bytes are kept as they are and the others
+    are hidden and found again from new noise. What does not fit in a window with what it goes on
+    from comes span by span, each behind the finished ones: at least a quarter of the window, or the
+    whole prompt if that is shorter, stays in sight. Sampling's own length is not used.
+    """
+    if traversals < 1:
+        raise BadInput(f"traversals is {traversals}; it must be at least 1.")
+    window, known, made = session.shape.window, [START, *prompt], 0
+    while made < length:
+        count = min(length - made, window + 1 - min(len(known), max(1, window // 4)))
+        before = known[-(window + 1 - count) :]
+        span = (len(before) - 1, len(before) - 1 + count)
+        kept: dict[int, tuple[float, int]] = {}  # by place in the span: how sure, and which byte
+        for number in range(1, traversals + 1):
+            inputs = [kept[n][1] if n in kept else MASK for n in range(count - 1)]
+            choice = sampling.choice(made)
+            if number > 1:  # new noise, or the same bytes would come again
+                choice = msgspec.structs.replace(choice, seed=seed_of(sampling.seed, number))
+            said = await session.emit(before + inputs, span, choice, watch)
+            found = dict(enumerate(zip(said.logs, said.bytes, strict=True)))
+            surest = sorted(found.keys() - kept.keys(), key=lambda n: (-found[n][0], n))
+            kept |= {n: found[n] for n in surest[: count * number // traversals - len(kept)]}
+            if number < traversals:
+                yield Piece(b"", [], said)
+        logs, some = zip(*(kept[n] for n in range(count)), strict=True)
+        known += some
+        made += count
+        yield Piece(bytes(some), list(logs), said)
+
+
+@dataclass
+class Work:
+    """What one stage did for one text."""
+
+    traversals: int = 0
+    computed_ms: float = 0.0
+    waited_ms: float = 0.0
+    received: int = 0
+    """Bytes."""
+
+
+@dataclass
+class Report:
+    """How a text came to be, added up over its traversals."""
+
+    traversals: int = 0
+    bytes: int = 0
+    guessed: int = 0
+    right: int = 0
+    """Guesses that the model would have chosen itself."""
+    seconds: float = 0.0
+    """Spent waiting for answers."""
+    first_byte_s: float | None = None
+    sent: int = 0
+    """Bytes on the wire, all hops and answers together."""
+    replays: int = 0
+    stages: dict[str, Work] = field(default_factory=dict)
+    """In the order in which a text passes them."""
+
+    def add(self, piece: Piece) -> None:
+        """One traversal more."""
+        said = piece.said
+        self.traversals += 1
+        self.bytes += len(piece.bytes)
+        self.guessed += piece.guessed
+        self.right += max(0, len(piece.bytes) - 1) if piece.guessed else 0
+        self.seconds += said.seconds
+        if piece.bytes and self.first_byte_s is None:
+            self.first_byte_s = self.seconds
+        self.sent += said.sent
+        self.replays += said.replayed
+        for hop in said.hops:
+            work = self.stages.setdefault(hop.stage, Work())
+            work.traversals += 1
+            work.computed_ms += hop.computed_ms
+            work.waited_ms += hop.waited_ms
+            work.received += hop.received
+
+    @property
+    def bytes_per_traversal(self) -> float:
+        """What one traversal brought on average."""
+        return self.bytes / self.traversals if self.traversals else 0.0
+
+    @property
+    def slowest(self) -> str | None:
+        """The stage that took longest, computing and waiting."""
+        return max(
+            self.stages,
+            key=lambda stage: self.stages[stage].computed_ms + self.stages[stage].waited_ms,
+            default=None,
+        )
+
+
 def generate(model: Model, prompt: bytes, sampling: Sampling) -> Iterator[int]:
-    """Yields one byte after another, as the assembled model continues the prompt."""
-    random = torch.Generator().manual_seed(sampling.seed)
-    window = model.shape.window
-    text = [START, *prompt][-window:]
-    cache, unread = new_cache(model), text
-    for _ in range(sampling.length):
-        byte = choose(feed(model, cache, unread), sampling, random)
-        yield byte
-        text.append(byte)
-        unread = [byte]
-        if cache.filled == window:  # full: begin again from the newer half
-            text = text[-max(1, window // 2) :]
-            cache, unread = new_cache(model), text
+    """Yields one byte after another, as the assembled model continues the prompt: `ar`, here."""
+    for piece in at_once(ar(LocalSession(Span.of(model)), prompt, sampling)):
+        yield from piece.bytes
 
 
-def rows_at_once() -> int:
-    """Query rows come in multiples of this: fewer give other last bits (method.md, section 5)."""
-    return 4 * torch.get_num_threads()
-
-
-def new_cache(model: Model) -> Cache:
-    """Room for a window and for the padding of its last rows."""
-    return Cache(1, model.shape.window + rows_at_once())
-
-
-def feed(model: Model, cache: Cache, unread: list[int]) -> Tensor:
-    """Log-probabilities of the byte after `unread`, which is added to the cache."""
-    before, padding = cache.filled, -len(unread) % rows_at_once()
-    tokens = torch.tensor([unread + [START] * padding], device=model.device)
-    logs_BTV = model.log_probabilities(tokens, cache)
-    cache.filled = before + len(unread)  # the padding will be written over, and nobody sees it
-    return logs_BTV[0, len(unread) - 1].cpu()
-
-
-def choose(logs_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """One byte from log-probabilities."""
-    if sampling.temperature == 0:
-        return int(logs_V.argmax())
-    likely, order = (logs_V / sampling.temperature).softmax(-1).sort(descending=True)
-    likely[likely.cumsum(-1) - likely >= sampling.top_p] = 0
-    return int(order[torch.multinomial(likely, 1, generator=random)])
+def at_once(pieces: Pieces) -> Iterator[Piece]:
+    """What comes from a session that never waits, without an event loop: one may run already."""
+    while True:
+        try:
+            pieces.asend(None).send(None)
+        except StopIteration as done:
+            yield done.value
+        except StopAsyncIteration:
+            return
+        else:
+            raise AssertionError("a local session does not wait")
