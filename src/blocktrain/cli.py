@@ -31,6 +31,11 @@ COMMANDS = {
     "ban": ("owner:ban", "Take nothing more from a worker."),
     "backup": ("owner:back_up", "Write a run into one file, while it runs."),
     "restore": ("owner:restore", "Make a run's folder from a backup."),
+    "stage": ("stage:stage", "Hold some blocks of a model for others to read through."),
+    "gateway": ("gateway:gateway", "Serve a model over its stages, as OpenAI does."),
+    "serve": ("serve:serve", "Serve a model with stages on this machine."),
+    "plan": ("plan:plan", "How fast a model would be over given hosts."),
+    "admit": ("stage:admit", "Make papers for a host of a serving network."),
     "doctor": ("doctor:doctor", "What this machine can do."),
 }
 GROUPS = {
@@ -49,6 +54,14 @@ GROUPS = {
             "list": ("owner:tokens", "All tokens, by their hashes."),
         },
     ),
+    "keys": (
+        "Who may ask a gateway.",
+        {
+            "issue": ("gateway:issue", "Make an API key."),
+            "revoke": ("gateway:revoke", "Take an API key back."),
+            "list": ("gateway:keys", "Who has an API key."),
+        },
+    ),
     "bench": (
         "What this machine does, measured.",
         {
@@ -59,6 +72,11 @@ GROUPS = {
             "network": ("network:network", "The network's CPU-seconds against the lab's."),
             "coordinator": ("load:coordinator", "Receipts for 200 workers, and a burst."),
             "three-hosts": ("hosts:three_hosts", "CE and bytes moved across a WAN of three hosts."),
+            "wan": ("serving_bench:wan", "Bytes a second over a WAN of three stages, by mode."),
+            "serve": ("serving_bench:serve", "64 streams at once through a gateway."),
+            "stages": ("serving_bench:stages", "Three stages on loopback against one process."),
+            "activations": ("serving_bench:activations", "CE by the codec of activations."),
+            "logical": ("logical:logical", "75.80 B logical parameters over three hosts."),
             "memory": ("bench:memory", "A worker's memory against an end-to-end trainer's."),
         },
     ),

@@ -6,10 +6,13 @@ none of them: it is given the dataclass and fills it, refusing unknown keys.
 
 import dataclasses
 import difflib
+import ipaddress
 import os
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 import msgspec
 import platformdirs
@@ -62,6 +65,28 @@ def cache_folder() -> Path:
     """Where fetched text is kept: $BLOCKTRAIN_CACHE, else the user's cache folder."""
     chosen = os.environ.get("BLOCKTRAIN_CACHE")
     return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("blocktrain"))
+
+
+def proxy_for(url: str) -> str | None:
+    """The proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for an address, if any.
+
+    This machine itself is reached straight, whatever they say: a run on one machine needs nobody.
+    """
+    address = urlsplit(url)
+    host, proxies = address.hostname or "", getproxies_environment()
+    here = is_within(host, "localhost") or is_within(host, "127.0.0.0/8") or is_within(host, "::1")
+    if here or any(is_within(host, part) for part in proxies.get("no", "").split(",")):
+        return None
+    return proxies.get(address.scheme) or proxies.get("all")
+
+
+def is_within(host: str, part: str) -> bool:
+    """Whether a part of the network holds a host: a name, a domain, an address, 10.0.0.0/8, *."""
+    part = part.strip().lower().lstrip(".")
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(part, strict=False)
+    except ValueError:
+        return part == "*" or host == part or (bool(part) and host.endswith(f".{part}"))
 
 
 def calm_threads() -> None:

@@ -1,8 +1,8 @@
-"""Every metric name, once. Prometheus reads them at the coordinator's /metrics."""
+"""Every metric name, once. Prometheus reads them at a coordinator's or a gateway's /metrics."""
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from blocktrain.wire.owner import Status
@@ -65,3 +65,34 @@ def render(status: Status) -> bytes:
     run = CollectorRegistry()
     run.register(RunCollector(status))
     return bytes(generate_latest(REGISTRY)) + bytes(generate_latest(run))
+
+
+# --- a gateway ------------------------------------------------------------------------------------
+
+SERVING = CollectorRegistry()
+ANSWERS = Counter(
+    PREFIX + "gateway_requests", "HTTP requests answered.", ["route", "status"], registry=SERVING
+)
+TEXTS = Counter(
+    PREFIX + "texts", "Texts asked for, by how they ended.", ["mode", "end"], registry=SERVING
+)
+TRAVERSALS = Counter(PREFIX + "traversals", "Passes through the pipeline.", registry=SERVING)
+TEXT_BYTES = Counter(PREFIX + "text_bytes", "Bytes generated.", registry=SERVING)
+WIRE_BYTES = Counter(PREFIX + "wire_bytes", "Bytes sent between stages for it.", registry=SERVING)
+REPLAYS = Counter(
+    PREFIX + "replays", "Times a stage was replaced and a text given again.", registry=SERVING
+)
+FIRST_BYTE = Histogram(
+    PREFIX + "first_byte_seconds",
+    "From a request to the first byte of its text, the wait in line included.",
+    buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+    registry=SERVING,
+)
+SERVED = Gauge(PREFIX + "texts_now", "Texts in the making.", registry=SERVING)
+WAITING = Gauge(PREFIX + "texts_waiting", "Requests in line.", registry=SERVING)
+STAGES = Gauge(PREFIX + "stages", "Stages the gateway can use now.", registry=SERVING)
+
+
+def render_serving() -> bytes:
+    """The page that Prometheus reads at a gateway."""
+    return bytes(generate_latest(SERVING))

@@ -48,7 +48,7 @@ from blocktrain.aggregation.events import (
     Verdict,
     Why,
 )
-from blocktrain.aggregation.rounds import begin, in_use, next_wake, pending, step
+from blocktrain.aggregation.rounds import begin, next_wake, pending, step
 from blocktrain.aggregation.state import (
     Combining,
     Counted,
@@ -805,22 +805,7 @@ def test_only_the_versions_that_can_be_built_on_are_kept() -> None:
     assert {it.round for it in block.counted} == {it.round for it in block.seats} == {4, 5}
 
 
-def test_what_is_in_use_must_not_be_pruned() -> None:
-    play = Play(blocks=2, replicas=1, quorum=1, ahead=1)
-    play.job("ann", 0)
-    play.submit("ann")
-    assert "update-1" in in_use(play.state)
-    play.combined(0)
-    play.job("ann", 0)
-    play.submit("ann")
-    assert in_use(play.state) == {
-        "update-2",
-        *(f"{kind}-0-{n}" for kind in ("snap", "steady") for n in (0, 1)),
-        *("snap-1-0", "steady-1-0"),
-    }
-
-
-def test_pins_stay_in_use_when_their_block_has_moved_on() -> None:
+def test_pins_stay_when_their_block_has_moved_on() -> None:
     play = Play(rounds=9, blocks=2, replicas=1, quorum=1, ahead=2)
     for _ in range(2):
         play.job("ann", 0)
@@ -831,7 +816,9 @@ def test_pins_stay_in_use_when_their_block_has_moved_on() -> None:
         play.submit("bob")
         play.combined(1)
     assert play.state.blocks[1].versions[0].round == 1
-    assert "steady-1-0" in in_use(play.state)
+    phase = play.state.blocks[0].phase
+    assert isinstance(phase, Open)
+    assert phase.pins[1] == "steady-1-0"
 
 
 # --- deadlines that adapt ------------------------------------------------------------------------
@@ -1374,10 +1361,7 @@ class AnyRun(RuleBasedStateMachine):
             newest = numbers[-1]
             assert numbers == list(range(max(0, newest - self.how.ahead - 1), newest + 1))
             match block.phase:
-                case Open(pins=pins):
-                    assert newest == block.round - 1
-                    assert in_use(self.state).issuperset(pins)
-                case Combining():
+                case Open() | Combining():
                     assert newest == block.round - 1
                 case Waiting():
                     assert newest == block.round
@@ -1391,7 +1375,6 @@ class AnyRun(RuleBasedStateMachine):
             known.update(it for it in block.counted if it.into > block.versions[-1].round)
         waiting = {it.update for it in known} - set(self.combined)
         assert waiting == set(self.promised) - set(self.combined) - self.dropped
-        assert {it.update for it in known} <= in_use(self.state)
 
     def teardown(self) -> None:
         """Workers that always answer bring every run to its end, and the accounts balance."""

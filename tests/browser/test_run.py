@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from tests.browser.conftest import Watcher
 from tests.services.conftest import QUICK, TINY, corpus, serving, words
 
-from blocktrain.commands.coordinator import Listen
+from blocktrain.commands.listen import Listen
 from blocktrain.learning.data import Corpus
 from blocktrain.services.begin import Settings, begin
 

@@ -30,6 +30,7 @@ from blocktrain.aggregation.events import Combine
 from blocktrain.aggregation.keeper import Keeper
 from blocktrain.aggregation.sqlite import SqliteTransaction
 from blocktrain.commands import coordinator as command
+from blocktrain.commands.listen import Listen
 from blocktrain.console import Output
 from blocktrain.services.coordinator import Coordinator
 from blocktrain.wire.link import Link
@@ -117,7 +118,7 @@ class Boundaries:
 
 def coordinator(folder: str, port: int) -> None:
     """What `blocktrain coordinator` does."""
-    command.coordinator(Path(folder), listen=command.Listen(port=port), output=Output(json=True))
+    command.coordinator(Path(folder), listen=Listen(port=port), output=Output(json=True))
 
 
 def worker(url: str, token: str, folder: str, data: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation import state as states
 from blocktrain.aggregation.beginning import write_first
 from blocktrain.aggregation.charter import Charter
@@ -25,6 +24,8 @@ from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.aggregation.state import State
 from blocktrain.aggregation.store import FolderStore
 from blocktrain.errors import NoBlob
+from blocktrain.services import membership
+from blocktrain.services.membership import Visitor
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, signing, tensors
 from blocktrain.wire.link import Link
@@ -135,13 +136,9 @@ class Light:
 
     def join(self) -> None:
         """Comes in."""
-        hello = self.link.ask("v1/hello", messages.Hello)
-        self.coordinator = hello.coordinator
-        join = messages.Join(messages.PROTOCOL, hello.run, self.key.id, "light", 2**30, "cpu")
-        self.link.bearer = self.token
-        joined = self.link.say("v1/join", signed(self.key, join, "join"), messages.Joined)
-        self.link.bearer = joined.session
-        self.run_id, self.charter = hello.run, charters.decode(joined.charter)
+        admitted = membership.join(self.link, Visitor(self.key, self.token, "light"))
+        self.coordinator, self.run_id = admitted.coordinator, admitted.run
+        self.charter = admitted.charter
 
     def ask(self) -> Assignment | Wait | Finished:
         """What is to be done."""

@@ -13,13 +13,14 @@ import uvicorn
 
 from blocktrain.aggregation.folder import RunFolder, owners_token
 from blocktrain.aggregation.keeper import Keeper
-from blocktrain.commands.coordinator import Listen, listening
+from blocktrain.commands.listen import Listen, listening
 from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.model import Shape
 from blocktrain.services.begin import Settings, Timing, begin
 from blocktrain.services.coordinator import Coordinator
 from blocktrain.services.run import Exchange, Pace, Run
 from blocktrain.services.worker import Wishes, Worker
+from blocktrain.wire.certificates import load_authority
 from blocktrain.wire.link import Link
 
 TINY = Run(
@@ -53,6 +54,7 @@ class Place:
     folder: Path
     keeper: Keeper
     words: Path
+    coordinator: Coordinator
     links: list[Link] = field(default_factory=list)
 
     @property
@@ -86,12 +88,12 @@ class Place:
 def serving(folder: Path, words: Path, listen: Listen) -> Iterator[Place]:
     """Keeps the run in a thread of this process, on a port of its own."""
     with RunFolder(folder) as run, listening(listen) as (sock, url):
-        papers, authority = listen.papers(folder)
+        papers, _ = listen.papers(folder)
         keeper = run.keeper()
         served = run.corpus if run.charter.corpus_served else None
-        app = Coordinator(keeper, served, [], authority.pem if authority else None)
+        coordinator = Coordinator(keeper, served, [], load_authority(folder))
         config = uvicorn.Config(
-            app.app(listen.base_path),
+            coordinator.app(listen.base_path),
             log_config=None,
             timeout_graceful_shutdown=1,
             ssl_certfile=papers.certificate if papers else None,
@@ -104,7 +106,7 @@ def serving(folder: Path, words: Path, listen: Listen) -> Iterator[Place]:
             while not server.started:
                 assert thread.is_alive()
                 time.sleep(0.01)
-            place = Place(url, folder, keeper, words)
+            place = Place(url, folder, keeper, words, coordinator)
             yield place
             for link in place.links:
                 link.close()

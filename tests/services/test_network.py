@@ -16,7 +16,7 @@ import pytest
 from blocktrain.aggregation import backup
 from blocktrain.aggregation.folder import RunFolder
 from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.commands.coordinator import Listen
+from blocktrain.commands.listen import Listen
 from blocktrain.errors import (
     BadInput,
     BadRun,
@@ -36,7 +36,8 @@ from blocktrain.services.run import Exchange, Pace
 from blocktrain.services.worker import Worker
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, owner, signing
-from blocktrain.wire.certificates import load_authority, trust_by_fingerprint
+from blocktrain.wire.certificates import load_authority
+from blocktrain.wire.tls import trust_by_fingerprint
 
 from .conftest import QUICK, TINY, Coordinate, Place
 
@@ -303,13 +304,24 @@ def test_a_closed_round_is_signed_with_its_shares(coordinate: Coordinate, tmp_pa
         assert version is not None
         assert version.manifest is not None
         combined = r.combined(0, 2)
-    signed = messages.decode(place.keeper.store.get(version.manifest), messages.Signed)
+    member = place.worker(tmp_path / "member")
+    member.join()
+    for link in (member.link, place.link()):
+        signed = link.ask("v1/manifests/0/2", messages.Signed)
+        assert messages.encode(signed) == place.keeper.store.get(version.manifest)
     signature = bytes.fromhex(signed.signature)
     assert signing.verify(place.keeper.key.id, signed.body, "closed", signature)
     closed = messages.decode(signed.body, messages.Closed)
     assert (closed.snapshot, closed.steady) == (version.snapshot, version.steady)
     assert [share.update for share in closed.shares] == [each.update for each in combined]
     assert sum(each.share or 0 for each in combined) == pytest.approx(1)
+    for nothing in ("0/0", "0/4", "2/1", "0/999999999999999"):
+        with pytest.raises(NoBlob, match="not closed"):
+            member.link.ask(f"v1/manifests/{nothing}", messages.Signed)
+    with pytest.raises(BadInput, match="no number"):
+        member.link.ask("v1/manifests/0/-1", messages.Signed)
+    with pytest.raises(NotAllowed):
+        place.link("a-guessed-token").ask("v1/manifests/0/2", messages.Signed)
 
 
 def test_under_a_base_path_and_over_tls_with_a_fingerprint(
@@ -424,7 +436,7 @@ def test_another_protocol_is_told_which_side_to_upgrade(
     place = coordinate()
     worker = place.worker(tmp_path / "w")
     key = worker.key
-    join = messages.Join(0, place.keeper.run, key.id, "old", 1, "cpu")
+    join = messages.Join(1, place.keeper.run, key.id, "old", 1, "cpu", place.keeper.run)
     body = messages.encode(join)
     signed = messages.Signed(body, key.id, signing.sign(key, body, "join").hex())
     with pytest.raises(OtherProtocol, match="upgrade blocktrain on the worker"):

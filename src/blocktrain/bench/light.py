@@ -13,6 +13,7 @@ from ssl import SSLContext
 import numpy as np
 
 from blocktrain.errors import BadRun, NotAllowed
+from blocktrain.services.membership import Visitor, join
 from blocktrain.terms import Digest, Parameters
 from blocktrain.wire import messages, signing, tensors
 from blocktrain.wire.link import Link
@@ -93,14 +94,9 @@ class LightWorker:
 
     def join(self) -> None:
         """Comes in. Many from one address are slowed down; the link waits as it is told."""
-        hello = self.link.ask("v1/hello", messages.Hello)
-        self.run, self.coordinator = hello.run, hello.coordinator
-        join = messages.Join(
-            messages.PROTOCOL, hello.run, self.key.id, f"light {self.number}", 2**30, "cpu"
-        )
-        self.link.bearer = self.place.token
-        joined = self.link.say("v1/join", self.signed(join, "join"), messages.Joined)
-        self.link.bearer = joined.session
+        who = Visitor(self.key, self.place.token, f"light {self.number}")
+        admitted = join(self.link, who)
+        self.run, self.coordinator = admitted.run, admitted.coordinator
 
     def work(self, ready: "SimpleQueue[LightWorker]") -> None:
         """Assignment, offer, update, until there are no more offers."""

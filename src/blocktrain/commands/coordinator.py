@@ -1,69 +1,18 @@
 """blocktrain coordinator: keeps a run over HTTP, for as long as it takes. Imports no torch."""
 
-import logging
-import socket
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
-import uvicorn
 from cyclopts import Parameter
 
 from blocktrain.aggregation.folder import RunFolder
+from blocktrain.commands.listen import Listen, listening, log_as, serve
 from blocktrain.console import PLAIN, Out, print_json
 from blocktrain.errors import BadInput
 from blocktrain.services.coordinator import Coordinator
-from blocktrain.services.coordinator.door import Head
-from blocktrain.wire.certificates import Authority, Papers, load_authority
+from blocktrain.wire.certificates import load_or_make_authority
 from blocktrain.wire.owner import Point
-
-KEEP_ALIVE = 75  # seconds; a worker that trains for a minute keeps its connection
-GOOD_BYE = 3  # seconds that open requests have when the coordinator stops
-
-
-@dataclass(frozen=True)
-class Listen:
-    """Where the coordinator listens."""
-
-    host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 is every one of this machine."""
-    port: int = 8765
-    """0 is any free one."""
-    base_path: str = ""
-    """What a reverse proxy puts before every path, if it keeps it."""
-    tls: Literal["off", "auto"] = "off"
-    """auto: HTTPS with a certificate of the run's own authority; workers give --fingerprint."""
-    tls_names: tuple[str, ...] = ()
-    """Further names and addresses under which workers reach this machine (auto)."""
-    tls_cert: Path | None = None
-    """Your own certificate chain (PEM) instead."""
-    tls_key: Path | None = None
-    """Its key (PEM)."""
-
-    def __post_init__(self) -> None:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise BadInput("A certificate needs its key; give both --tls-cert and --tls-key.")
-
-    @property
-    def encrypted(self) -> bool:
-        """Whether the coordinator speaks HTTPS."""
-        return self.tls == "auto" or self.tls_cert is not None
-
-    def papers(self, folder: Path) -> tuple[Papers | None, Authority | None]:
-        """What the coordinator shows, and the authority that made it, if it is the run's own."""
-        if self.tls_cert and self.tls_key:
-            return Papers(self.tls_cert, self.tls_key), None
-        if self.tls == "off":
-            return None, None
-        authority = load_authority(folder)
-        anywhere = {"0.0.0.0", "::", ""}
-        names = {"localhost", "127.0.0.1", socket.gethostname().lower(), self.host, *self.tls_names}
-        return authority.server_certificate(sorted(names - anywhere), folder), authority
-
 
 LISTEN = Listen()
 
@@ -90,43 +39,17 @@ def coordinator(
     log_as(log)
     with RunFolder(folder) as run, listening(listen) as (sock, url):
         corpus = run.corpus if run.charter.corpus_served else None
-        papers, authority = listen.papers(folder)
-        pem, finger = (authority.pem, authority.fingerprint) if authority else (None, None)
-        app = Coordinator(run.keeper(), corpus, points(reference_line), pem).app(listen.base_path)
+        authority = load_or_make_authority(folder, run.charter.name)  # members need it without TLS
+        papers, shown = listen.papers(folder)
+        finger = shown.fingerprint if shown else None
+        keeper, line = run.keeper(), points(reference_line)
+        app = Coordinator(keeper, corpus, line, authority).app(listen.base_path)
         if output.json:
             print_json({"url": url, "run": run.id, "fingerprint": finger})
         trust = f" --fingerprint {finger}" if finger else ""
         output.say(f"run {run.id[:16]}, dashboard at {url}")
         output.say(f"workers: blocktrain join {url} --token TOKEN{trust}")
-        uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=GOOD_BYE,
-                http=Head,
-                ssl_certfile=papers.certificate if papers else None,
-                ssl_keyfile=papers.key if papers else None,
-            )
-        ).run(sockets=[sock])
-
-
-@contextmanager
-def listening(where: Listen) -> Iterator[tuple[socket.socket, str]]:
-    """A socket that listens, and how to reach it."""
-    try:
-        sock = socket.create_server((where.host, where.port), backlog=1024)
-    except OSError as error:
-        raise BadInput(
-            f"Cannot listen at {where.host}:{where.port} ({error.strerror}); choose another --port."
-        ) from None
-    scheme = "https" if where.encrypted else "http"
-    host = f"[{where.host}]" if ":" in where.host else where.host
-    base = where.base_path.strip("/")
-    url = f"{scheme}://{host}:{sock.getsockname()[1]}" + (f"/{base}" if base else "")
-    with sock:
-        yield sock, url
+        serve(app, sock, papers)
 
 
 def points(path: Path | None) -> list[Point]:
@@ -138,27 +61,3 @@ def points(path: Path | None) -> list[Point]:
         return [Point(0.0, row["bytes_seen"], row["ce_sample"]) for row in rows]
     except (OSError, msgspec.DecodeError, KeyError) as error:
         raise BadInput(f"{path} is no history of a reference ({error}); check it.") from None
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """What a log collector reads."""
-        line: dict[str, Any] = {
-            "time": record.created,
-            "level": record.levelname.lower(),
-            "from": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
-
-
-def log_as(how: str) -> None:
-    """Sends the log to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonLines() if how == "json" else plain)
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -1,0 +1,157 @@
+"""blocktrain bench stages|activations|serve|wan"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+from cyclopts import Parameter
+
+from blocktrain.bench import activations as activations_bench
+from blocktrain.bench import serve as serve_bench
+from blocktrain.bench import stages as stages_bench
+from blocktrain.bench import wan as wan_bench
+from blocktrain.bench import wan_picture, wan_quality, wan_rows
+from blocktrain.bench.wan_plan import Planner
+from blocktrain.console import PLAIN, Out, bar, print_json
+from blocktrain.disk import errors_are_clear, write_atomically
+from blocktrain.errors import BadInput
+from blocktrain.inference.survey import prompts
+from blocktrain.learning.data import open_corpus
+
+SMALL = Path("models/small")
+"""The model that lies in the repository."""
+PROMPT = 128  # bytes
+SURVEYED = 6  # prompts that forecasts are made from
+STAGES, SERVE, WAN = stages_bench.Trial(), serve_bench.Trial(), wan_bench.Trial()
+
+
+@dataclass(frozen=True)
+class Who:
+    """Who generates, from what, and who judges."""
+
+    model: Path = SMALL
+    """A model directory, for ar, speculative and exact."""
+    whole_model: Path | None = None
+    """One trained with denoise on masked spans, for whole."""
+    judge: Path | None = None
+    """An end-to-end model, to judge whole by."""
+    judged: int = 16
+    """Texts of each kind that are judged."""
+    data: str = "wikitext-2"
+    """wikitext-2, enwik8, or a file or folder of your own: prompts are from its test split."""
+
+
+WHO = Who()
+
+
+def wan(
+    *,
+    out: Path,
+    trial: Annotated[wan_bench.Trial, Parameter(name="*")] = WAN,
+    who: Annotated[Who, Parameter(name="*")] = WHO,
+    output: Out = PLAIN,
+) -> None:
+    """Bytes per second over a WAN by every mode, beside what was forecast.
+
+    Makes network namespaces, for which it must be root. The last line is JSON.
+
+    Parameters
+    ----------
+    out: Path
+        Folder for texts, table and picture; texts that are there are not made again.
+    """
+    if who.judge and not who.whole_model:
+        raise BadInput("A judge judges whole texts; give --whole-model too.")
+    torch.set_num_threads(1)  # as many as each stage has: forecasts are made here
+    with bar(f"opening {who.data}") as progress:
+        corpus = open_corpus(who.data, progress)
+    given = prompts(corpus.test, trial.prompts, PROMPT)
+    models = wan_bench.Models(who.model, who.whole_model, given)
+    planner = Planner(models, trial.length, prompts(corpus.valid, SURVEYED, PROMPT))
+    if not who.whole_model:
+        output.say("No row is of whole: that needs a model of its own (--whole-model).")
+    rows = wan_rows.rows(wan_bench.measure(trial, models, out, output.say), planner)
+    quality, verdict = [], ""
+    if who.judge and who.whole_model:
+        judged, sampled = prompts(corpus.test, who.judged, PROMPT), max(trial.temperature)
+        panel = wan_quality.Panel(
+            who.model, who.whole_model, who.judge, judged, trial.length, sampled
+        )
+        with bar("judging") as progress:
+            quality = wan_quality.compare(panel, trial.traversals, progress)
+        verdict = wan_quality.verdict(quality, [r for r in rows if r["temperature"] == sampled])
+    found = {"rows": rows, "quality": quality, "verdict": verdict}
+    with errors_are_clear(out):
+        write_atomically(out / "wan.json", msgspec.json.encode(found))
+        wan_picture.draw(rows, out / "wan.png")
+    if not output.json:
+        output.rows(rows, "WAN")
+        if quality:
+            output.rows(quality, "Quality")
+            output.say(verdict)
+    print_json(found)
+
+
+def serve(
+    *,
+    model: Path = SMALL,
+    data: str = "wikitext-2",
+    trial: Annotated[serve_bench.Trial, Parameter(name="*")] = SERVE,
+    output: Out = PLAIN,
+) -> None:
+    """Many texts at once through a gateway: nothing dropped, all served alike.
+
+    Parameters
+    ----------
+    model: Path
+        A model directory.
+    data: str
+        wikitext-2, enwik8, or a file or folder of your own: prompts are from its test split.
+    """
+    with bar(f"opening {data}") as progress:
+        text = open_corpus(data, progress).test
+    with tempfile.TemporaryDirectory() as folder:
+        found = serve_bench.measure(trial, model, text, Path(folder))
+    output.result(found, "Serve")
+
+
+def stages(
+    *,
+    trial: Annotated[stages_bench.Trial, Parameter(name="*")] = STAGES,
+    output: Out = PLAIN,
+) -> None:
+    """Three stages on loopback against the same model in one process, per traversal."""
+    with tempfile.TemporaryDirectory() as folder, bar("traversals") as progress:
+        found = stages_bench.measure(trial, Path(folder), progress)
+    output.result(found, "Stages")
+
+
+def activations(
+    *,
+    model: Path = SMALL,
+    data: str = "wikitext-2",
+    sample: int = 64 * 1024,
+    stages: int = 3,
+    output: Out = PLAIN,
+) -> None:
+    """CE by the codec of activations between stages.
+
+    Parameters
+    ----------
+    model: Path
+        A model directory.
+    data: str
+        wikitext-2, enwik8, or a file or folder of your own: its test split is read.
+    sample: int
+        Bytes of it.
+    stages: int
+        Into how many the model is cut.
+    """
+    with bar(f"opening {data}") as progress:
+        text = open_corpus(data, progress).test[:sample]
+    with bar("bytes") as progress:
+        rows = activations_bench.measure(model, text, stages, progress)
+    output.rows(rows, "Activations")
