@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,14 +34,14 @@ from tests.inference.network import (
 )
 
 from blocktrain.errors import BadInput
-from blocktrain.inference import reach
+from blocktrain.inference import reach, traversals
 from blocktrain.inference.links import new_name
 from blocktrain.inference.local import LocalSession
 from blocktrain.inference.pipeline import Pipeline, PipelineSession
 from blocktrain.inference.session import Asked
 from blocktrain.inference.stage import Stage
 from blocktrain.wire import frame
-from blocktrain.wire.certificates import Papers, make_authority, server_papers
+from blocktrain.wire.certificates import Papers, make_authority
 from blocktrain.wire.frame import Head
 from blocktrain.wire.messages import Message
 from blocktrain.wire.serving import (
@@ -149,7 +151,7 @@ async def attacked(siege: Siege, slowest: float = 1.0) -> AsyncIterator[Good]:
 # Who comes without the right papers.
 
 
-def shown(siege: Siege, papers: Papers | None) -> ssl.SSLContext:
+def shown(papers: Papers | None) -> ssl.SSLContext:
     """A client that believes anybody and shows these papers, if any."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -159,55 +161,70 @@ def shown(siege: Siege, papers: Papers | None) -> ssl.SSLContext:
     return context
 
 
-def what_is_got(stage: Process, context: ssl.SSLContext) -> str:
-    """What a stranger hears after a handshake of his and a greeting: an alert, never a message."""
+def what_is_got(port: int, context: ssl.SSLContext) -> bytes:
+    """What a stranger hears after a handshake of his and a greeting."""
     greeting = msgspec.json.encode(Greeting(SERVING_PROTOCOL, new_name("ab" * 32)))
-    with socket.create_connection(("127.0.0.1", stage.port), timeout=10) as plain:
-        try:
-            with context.wrap_socket(plain) as link:
-                link.sendall(framed(greeting))
-                assert link.recv(1000) == b"", "a stranger got an answer"
-        except (ssl.SSLError, ConnectionError) as alert:
-            return str(alert).lower()
-    return "hung up"
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        suppress(ssl.SSLError, ConnectionError),
+        context.wrap_socket(plain) as link,
+    ):
+        link.sendall(framed(greeting))
+        return link.recv(1000)
+    return b""
 
 
-def test_who_is_not_of_the_run_gets_nothing_but_an_alert(
-    siege: Siege, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize(
+    ("who", "reason"),
+    [
+        ("nobody", "peer did not return a certificate"),
+        ("another authority's", "certificate verify failed"),
+        ("an ended one", "certificate verify failed"),
+        ("the coordinator's", "certificate verify failed"),
+        ("the authority's own", "certificate verify failed"),
+    ],
+)
+def test_who_is_not_of_the_run_gets_nothing(
+    siege: Siege, tmp_path: Path, who: str, reason: str
 ) -> None:
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    other = make_authority(elsewhere, "other")
-    siege.network.authority.issue_server(["localhost"], siege.network.folder)
-    strangers = {
-        "nobody": None,
-        "another authority's": siege.network.papers(other),
-        "the coordinator's": server_papers(siege.network.folder),
-        "the authority's own": Papers(
-            siege.network.folder / "authority.pem", siege.network.folder / "authority.key"
-        ),
-    }
+    network = siege.network
+
+    def papers() -> Papers | None:
+        match who:
+            case "nobody":
+                return None
+            case "another authority's":
+                return network.papers(make_authority(tmp_path, "other"))
+            case "an ended one":
+                return network.papers(life=timedelta(seconds=-1))
+            case "the coordinator's":
+                return network.authority.issue_server(["localhost"], tmp_path)
+        return Papers(network.folder / "authority.pem", network.folder / "authority.key")
 
     async def test() -> None:
+        context = shown(papers())
         async with attacked(siege):
-            for who, papers in strangers.items():
-                heard = await asyncio.to_thread(what_is_got, siege.first, shown(siege, papers))
-                assert "alert" in heard or "hung up" in heard or "reset" in heard, (who, heard)
-                if who in ("nobody", "another authority's"):
-                    assert "certificate required" in heard or "unknown ca" in heard, heard
+            assert await asyncio.to_thread(what_is_got, siege.first.port, context) == b""
+        async with network.stage(network.span(0, 0)) as here:  # whose reasons can be seen
+            assert await asyncio.to_thread(what_is_got, here.port, context) == b""
+            await until(lambda: bool(here.report().refused))
+            [(found, count)] = here.report().refused.items()
+            assert reason in found
+            assert count == 1
+            assert here.report().links == 0
 
     run(test)
 
 
-def test_a_gateway_speaks_to_no_stage_of_another_authority(
-    siege: Siege, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    other = make_authority(tmp_path_factory.mktemp("elsewhere"), "other")
+def test_a_gateway_and_a_stage_of_different_runs_do_not_speak(siege: Siege, tmp_path: Path) -> None:
+    other = make_authority(tmp_path, "other")
+    blocks, network = siege.network.span(0, 2), siege.network
 
     async def test() -> None:
-        blocks = siege.network.span(0, 2)
-        stage = Stage(blocks, siege.network.papers(other), other.pem)
-        async with stage, siege.network.pipeline([f"127.0.0.1:{stage.port}"]) as pipeline:
+        stage = Stage(blocks, network.papers(other), other.pem)
+        async with stage, network.pipeline([f"127.0.0.1:{stage.port}"]) as pipeline:
             await until(lambda: bool(pipeline.troubles))
+            assert "does not answer" in pipeline.troubles[0]
             assert pipeline.report() == []
             assert stage.report().links == 0
 
@@ -469,7 +486,8 @@ def test_a_stolen_secret_opens_nothing(siege: Siege) -> None:
             for number in range(40):
                 route = good.session._route
                 assert route
-                stolen = {"session": route.secret, "number": good.session._number + 1}
+                stolen: dict[str, Any] = {"session": route.secret}
+                stolen["number"] = good.session._number + 1
                 thief.say(Forget(route.secret))
                 thief.say(step(thief.name, [65], start=5, **stolen))
                 assert (await thief.hear()).reason == "forgotten", number
@@ -494,12 +512,22 @@ def test_nobody_waits_under_anothers_name(siege: Siege) -> None:
     run(test)
 
 
-def test_an_answer_that_somebody_else_asked_for_is_not_believed(siege: Siege) -> None:
+def test_an_answer_that_somebody_else_asked_for_is_not_believed(
+    siege: Siege, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A member plays the stage before the last, and has it answer into another's text."""
+    original, forgeries = traversals.take_answer, list[int]()
+
+    def watched(waiting: Any, said: Answer, body: bytes) -> None:
+        if [hop.stage for hop in said.hops] != waiting.route.ids:
+            forgeries.append(said.number)
+        original(waiting, said, body)
+
+    monkeypatch.setattr(traversals, "take_answer", watched)
 
     async def test() -> None:
         async with attacked(siege) as good, siege.network.visitor() as thief:
-            last, known = siege.stages[2], 0
+            last = siege.stages[2]
             await thief.visit(last.port, last.id)
             assert isinstance(await thief.hear(), Welcome)
             rows = os.urandom(32)
@@ -516,10 +544,8 @@ def test_an_answer_that_somebody_else_asked_for_is_not_believed(siege: Siege) ->
                         hops=[Hop(siege.first.id, 0, 0, 0), Hop(thief.id, 0, 0, 0)],
                     )
                     thief.say(forged, bytes(4) + rows)
-                    known += 1
                 await asyncio.sleep(0.01)
-            # Each was computed and answered, to the one whose name it bore.
-            assert known == 120
+            assert forgeries  # some came in time to be taken for an answer
 
     run(test)
 
@@ -554,7 +580,6 @@ LIES = {
     "a question": lambda s, me: (Ping(1), b""),
     "a greeting": lambda s, me: (Greeting(1, SECRET), b""),
     "busy": lambda s, me: (Trouble(s.session, s.number, "busy", me, "no"), b""),
-    "forgotten": lambda s, me: (Trouble(s.session, s.number, "forgotten", me, "no"), b""),
 }
 
 
@@ -572,7 +597,7 @@ def test_a_lying_stage_is_left_for_an_honest_one(
 
     class ThisLiar(Liar):
         def answer(self, asked: Any) -> tuple[Message, bytes]:
-            made: tuple[Message, bytes] = LIES[lie](asked, self.id)
+            made: tuple[Message, bytes] = LIES[lie](asked, self.id)  # type: ignore[no-untyped-call]
             return made
 
     async def test() -> None:

@@ -155,6 +155,3 @@ def test_what_cannot_be_is_refused(tmp_path: Path, sentence: Sentence) -> None:
     with pytest.raises(BadRun) as damaged:
         wan.read(tmp_path)
     sentence(damaged.value)
-    with pytest.raises(BadInput) as lonely:
-        serving_bench.wan(out=tmp_path, who=Who(judge=tmp_path))
-    sentence(lonely.value)

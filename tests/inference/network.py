@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from blocktrain.learning.files import save_model
 from blocktrain.learning.model import START, Model, Shape, new_block
 from blocktrain.learning.noise import Noise
 from blocktrain.terms import Digest
-from blocktrain.wire.certificates import Authority, Papers, make_authority, member_host
+from blocktrain.wire.certificates import MEMBER_LIFE, Authority, Papers, make_authority, member_host
 from blocktrain.wire.messages import Message
 from blocktrain.wire.serving import Announce, Choice, Holding, Place, Step, Welcome
 from blocktrain.wire.signing import new_key, save_key
@@ -65,11 +66,11 @@ class Network:
         self._numbers = itertools.count()
         self._spans: dict[tuple[int, int], Span] = {}
 
-    def papers(self, authority: Authority | None = None) -> Papers:
+    def papers(self, authority: Authority | None = None, life: timedelta = MEMBER_LIFE) -> Papers:
         """Of a new member."""
         key, number = new_key(), next(self._numbers)
         papers = Papers(self.folder / f"{number}.pem", self.folder / f"{number}.key")
-        papers.certificate.write_bytes((authority or self.authority).issue_member(key.id))
+        papers.certificate.write_bytes((authority or self.authority).issue_member(key.id, life))
         save_key(key, papers.key)
         return papers
 

@@ -23,7 +23,8 @@ from blocktrain.wire.serving import MAX_DRAFT
 Sentence = Callable[[BaseException], str]
 MakeModel = Callable[[Shape], Model]
 TINY = Shape(blocks=3, layers=1, width=16, heads=2, window=48)
-PROMPT = b"The river rises, the river "
+SMALL = Path(__file__).parents[2] / "models" / "small"
+PROMPT = b" The river rises in the hills of the north and flows to the sea . The river"
 
 
 @dataclass
@@ -44,24 +45,27 @@ class Fixed:
 
 @pytest.fixture
 def folder(tmp_path: Path, alive: MakeModel, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny model that repeats itself enough for lookups; surveys are kept beside it."""
+    """A tiny model; surveys are kept beside it."""
     monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
     save_model(alive(TINY), tmp_path / "model")
     return tmp_path / "model"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_counted_traversals_are_those_of_decoding(folder: Path, temperature: float) -> None:
-    spans = [Span.open(folder, 0, 1), Span.open(folder, 2, 2)]
-    sampling = Sampling(temperature, 1.0, seed=0, length=TINY.window - 1 - len(PROMPT[-24:]))
-    reach = survey.reach(folder, Question(2, temperature, [PROMPT]))
-    for count in (0, 1, 3, 7):
-        for counted, lookup in ((reach.exact, None), (reach.speculative, Lookup(PROMPT[-24:]))):
+@pytest.mark.usefixtures("folder")
+def test_counted_traversals_are_those_of_decoding(temperature: float) -> None:
+    """With a trained model, whose drafts are worth something."""
+    spans = [Span.open(SMALL, 0, 1), Span.open(SMALL, 2, 3)]
+    sampling = Sampling(temperature, 1.0, seed=0, length=255 - len(PROMPT))
+    reach = survey.reach(SMALL, Question(2, temperature, [PROMPT]))
+    for count in (1, 4):
+        for counted, lookup in ((reach.exact, None), (reach.speculative, Lookup(PROMPT))):
             guesser = Fixed(count, lookup)
-            pieces = decode.verified(LocalSession(spans), PROMPT[-24:], sampling, guesser)
+            pieces = decode.verified(LocalSession(spans), PROMPT, sampling, guesser)
             traversals = len(list(decode.at_once(pieces)))
             assert counted[count] == pytest.approx(sampling.length / traversals)
-    assert reach.exact[7] > reach.exact[0] == 1
+    assert reach.exact[4] > reach.exact[1] > 1.3
+    assert reach.exact[0] == reach.speculative[0] == 1
 
 
 def test_an_answer_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

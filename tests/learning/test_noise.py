@@ -234,3 +234,12 @@ def test_an_euler_step_follows_the_formula() -> None:
 def test_noise_that_cannot_be(wrong: dict[str, float]) -> None:
     with pytest.raises(BadConfig):
         Noise(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_code_that_was_first_asked_for_while_serving_can_be_trained_with() -> None:
+    target_code.cache_clear()
+    with torch.inference_mode():
+        target_code(5)
+    logits = torch.zeros(2, 256, requires_grad=True)
+    (logits @ target_code(5)).sum().backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None

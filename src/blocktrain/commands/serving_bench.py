@@ -17,12 +17,11 @@ from blocktrain.bench import wan_picture, wan_quality, wan_rows
 from blocktrain.bench.wan_plan import Planner
 from blocktrain.console import PLAIN, Out, bar, print_json
 from blocktrain.disk import errors_are_clear, write_atomically
-from blocktrain.errors import BadInput
 from blocktrain.inference.survey import prompts
 from blocktrain.learning.data import open_corpus
 
-SMALL = Path("models/small")
-"""The model that lies in the repository."""
+SMALL, JUDGE = Path("models/small"), Path("models/judge")
+"""The models that lie in the repository."""
 PROMPT = 128  # bytes
 SURVEYED = 6  # prompts that forecasts are made from
 STAGES, SERVE, WAN = stages_bench.Trial(), serve_bench.Trial(), wan_bench.Trial()
@@ -36,7 +35,7 @@ class Who:
     """A model directory, for ar, speculative and exact."""
     whole_model: Path | None = None
     """One trained with denoise on masked spans, for whole."""
-    judge: Path | None = None
+    judge: Path = JUDGE
     """An end-to-end model, to judge whole by."""
     judged: int = 16
     """Texts of each kind that are judged."""
@@ -63,8 +62,6 @@ def wan(
     out: Path
         Folder for texts, table and picture; texts that are there are not made again.
     """
-    if who.judge and not who.whole_model:
-        raise BadInput("A judge judges whole texts; give --whole-model too.")
     torch.set_num_threads(1)  # as many as each stage has: forecasts are made here
     with bar(f"opening {who.data}") as progress:
         corpus = open_corpus(who.data, progress)
@@ -75,7 +72,7 @@ def wan(
         output.say("No row is of whole: that needs a model of its own (--whole-model).")
     rows = wan_rows.rows(wan_bench.measure(trial, models, out, output.say), planner)
     quality, verdict = [], ""
-    if who.judge and who.whole_model:
+    if who.whole_model:
         judged, sampled = prompts(corpus.test, who.judged, PROMPT), max(trial.temperature)
         panel = wan_quality.Panel(
             who.model, who.whole_model, who.judge, judged, trial.length, sampled

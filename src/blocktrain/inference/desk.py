@@ -53,7 +53,8 @@ class Limits:
     """Bytes of what is remembered."""
     bodies: int = 256 * 2**20
     """Bytes of activations that wait or are passed on; one step always fits."""
-    links: int = 512
+    links: int = 256
+    """Half a megabyte each, at most."""
     links_per_peer: int = 64
     """A stage before this one opens a link for each gateway that it serves."""
     idle: float = 120.0

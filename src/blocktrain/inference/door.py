@@ -2,7 +2,8 @@
 
 A stranger can do no more than knock: open a connection and begin, or not even begin, a handshake.
 At most MAX_KNOCKING do so at once. When one more comes, the oldest of the address with the most of
-them has to go: whoever floods the door is in nobody's way but his own.
+them has to go: whoever floods the door is in nobody's way but his own. Who says nothing costs only
+a socket; the memory of TLS, of which asyncio takes 256 KiB for a link, waits for the first byte.
 """
 
 import asyncio
@@ -31,6 +32,8 @@ class Door:
         self._knocking: dict[asyncio.Task[None], str] = {}
         """Whose handshakes go on, and from where; the oldest first."""
         self._inside: set[asyncio.Task[None]] = set()
+        self.refused: Counter[str] = Counter()
+        """How many did not come in, by reason. They themselves learn nothing."""
         self._accepting = asyncio.create_task(self._accept())
 
     def shut(self) -> None:
@@ -70,6 +73,7 @@ class Door:
             oldest = next(task for task, address in self._knocking.items() if address == crowd)
             del self._knocking[oldest]
             oldest.cancel()
+            self.refused["stranger: a crowd at the door"] += 1
 
     async def _admit(self, sock: socket.socket) -> None:
         """The handshake; and then whatever goes on inside."""
@@ -79,14 +83,17 @@ class Door:
         reader = asyncio.StreamReader(READ_AHEAD, loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
-            transport, _ = await loop.connect_accepted_socket(
-                lambda: protocol,
-                sock,
-                ssl=self._trust.serving,
-                ssl_handshake_timeout=HANDSHAKE,
-                ssl_shutdown_timeout=SHUTDOWN,
-            )
-        except OSError:  # no papers, other papers, too slow, or no TLS at all: TLS has said why
+            async with asyncio.timeout(HANDSHAKE):
+                await first_byte(sock)
+                transport, _ = await loop.connect_accepted_socket(
+                    lambda: protocol,
+                    sock,
+                    ssl=self._trust.serving,
+                    ssl_shutdown_timeout=SHUTDOWN,
+                )
+        except OSError as error:  # no papers, other papers, too slow, or no TLS at all
+            reason = getattr(error, "reason", None) or type(error).__name__
+            self.refused[f"stranger: {reason}".lower().replace("_", " ")] += 1
             return
         link = Link(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
         if self._knocking.pop(task, None) is None:  # there was no room just now
@@ -100,6 +107,19 @@ class Door:
                 link.abort()
             link.close()  # politely: the last words are still to go out
             await link.closed()
+
+
+async def first_byte(sock: socket.socket) -> None:
+    """Until somebody says something, or hangs up. The socket is closed if we cannot wait for it."""
+    loop, said = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, said.set)
+    try:
+        await said.wait()
+    except BaseException:
+        loop.remove_reader(sock)
+        sock.close()
+        raise
+    loop.remove_reader(sock)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -28,6 +28,7 @@ Yields = Sequence[float]
 
 PACKET = 1448  # bytes of payload in a packet of 1,500
 PACKETS_FIRST = 10  # that TCP sends before it has heard anything (RFC 6928)
+HANDLING = 0.001  # seconds at a stage besides computing: 0.9 ms on loopback, on two cores
 SECRET, STAGE = "0" * 32, "0" * 64
 ANYWHERE = Place(STAGE, "192.168.100.100", 40000)
 HOP = Hop(STAGE, 12.345678, 0.123456, 12345)
@@ -69,6 +70,13 @@ class Speed:
     """Seconds for a step of few positions."""
     position: float
     """Seconds for each position of many."""
+    drafting: float | None = None
+    """Seconds for each byte of a draft; None: as long as a step, which has not just ended one."""
+
+    @property
+    def draft(self) -> float:
+        """Seconds for each byte of a draft."""
+        return self.step if self.drafting is None else self.drafting
 
     def seconds(self, rows: int) -> float:
         """For so many positions at once."""
@@ -276,8 +284,8 @@ def step_cost(
     return Cost(
         [line.seconds(size, silent) for line, size in zip(way.lines, sizes, strict=True)],
         [
-            first.speed.seconds(given) + by_stage * first.speed.seconds(1),
-            *(seat.speed.seconds(rows + draft) for seat in others),
+            HANDLING + first.speed.seconds(given) + by_stage * first.speed.draft,
+            *(HANDLING + seat.speed.seconds(rows + draft) for seat in others),
         ],
         sum(sizes),
     )
@@ -297,7 +305,7 @@ def emit_cost(way: Way, task: Task, span: tuple[int, int], silent: bool = False)
     sizes.append(frame_size(answer(way, count, 0)))
     return Cost(
         [line.seconds(size, silent) for line, size in zip(way.lines, sizes, strict=True)],
-        [seat.speed.seconds(rows) for seat in way.seats],
+        [HANDLING + seat.speed.seconds(rows) for seat in way.seats],
         sum(sizes),
     )
 

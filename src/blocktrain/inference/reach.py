@@ -164,7 +164,10 @@ class Reach:
             async with asyncio.timeout(HANDSHAKE):
                 head = await link.hear()
             if head is None:
-                raise Unreachable(f"{target.host}:{target.port} hung up; is its stage leaving?")
+                raise Unreachable(
+                    f"{target.host}:{target.port} hung up without a word; it is leaving, or our "
+                    "papers are not of its run: check them."
+                )
             await link.skip(head, 0)
             match head.said:
                 case Welcome(protocol, holding, sessions, room):

@@ -111,7 +111,7 @@ class Stage:
             queued=self._desk.queued,
             steps=self._desk.steps,
             computed=self._desk.computed,
-            refused=dict(self._desk.refused),
+            refused=dict(self._desk.refused + self._door.refused),
         )
 
     async def closed(self) -> None:

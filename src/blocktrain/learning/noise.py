@@ -102,7 +102,8 @@ def target_code(seed: int) -> Tensor:
     """E: 256 orthonormal rows, frozen; nothing to synchronise, and a leak that can be computed."""
     normal = np.random.default_rng(seed).standard_normal((CODES, CODES))
     q, r = np.linalg.qr(normal)
-    return torch.from_numpy((q * np.sign(np.diag(r))).astype(np.float32))
+    with torch.inference_mode(False):  # whoever asks first: training uses it too
+        return torch.from_numpy((q * np.sign(np.diag(r))).astype(np.float32))
 
 
 def seed_of(*parts: int) -> int:

@@ -23,6 +23,7 @@ let writing = null; // the AbortController of the text that is being written
 
 const chosen = (name) => document.querySelector(`input[name="${name}"]:checked`).value;
 const number = (id) => byId(id).valueAsNumber;
+const many = (count, word) => `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
 
 // --- what is served -------------------------------------------------------------------------------
 
@@ -63,9 +64,8 @@ function settleMode() {
 }
 
 function show() {
-  const many = (count, word) => `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
   put(byId("about"), `${many(route.blocks, "block")} on ${many(route.stages.length, "stage")}`);
-  put(byId("state"), route.ready ? (route.served ? "writing" : "ready") : "no route");
+  put(byId("state"), route.ready ? "ready" : "no route");
   byId("state").className = `badge large ${route.ready ? "fine" : "refused"}`;
   put(byId("route-sub"), `${many(route.served, "text")} now, ${whole(route.waiting)} waiting`);
   byId("route-empty").hidden = route.troubles.length === 0;
@@ -125,11 +125,11 @@ class Pace {
     const seconds = (performance.now() - (this.begun ?? this.asked)) / 1000;
     const rate = this.bytes / seconds;
     const each = this.bytes / this.traversals;
-    put(byId("rate"), this.bytes ? rate.toFixed(rate < 99.5 ? 1 : 0) : NONE);
+    put(byId("rate"), this.bytes ? (rate < 99.5 ? rate.toFixed(1) : whole(Math.round(rate))) : NONE);
     put(byId("rate-sub"), this.bytes ? `${whole(this.bytes)} in ${seconds.toFixed(1)}\u00a0s` : "");
-    put(byId("each"), this.bytes ? each.toFixed(each < 99.5 ? 2 : 0) : NONE);
+    put(byId("each"), this.bytes ? (each < 99.5 ? each.toFixed(2) : whole(Math.round(each))) : NONE);
     const moves = this.replays ? `, ${this.replays} replayed` : "";
-    put(byId("each-sub"), this.bytes ? `${whole(this.traversals)} traversals${moves}` : "");
+    put(byId("each-sub"), this.bytes ? `${many(this.traversals, "traversal")}${moves}` : "");
     put(byId("first"), ms(this.first));
     put(byId("first-sub"), this.first === null ? "" : "from asking");
     put(byId("wire"), this.bytes ? bytes(this.wire / this.bytes) : NONE);
@@ -193,7 +193,7 @@ function hear(said, pace, asked) {
     case "ended":
       text.rest(said.text);
       finish(`${whole(said.bytes)} bytes, seed ${said.seed}`);
-      put(byId("said"), `Done: ${pace.bytes} bytes in ${pace.traversals} traversals.`);
+      put(byId("said"), `Done: ${many(pace.bytes, "byte")} in ${many(pace.traversals, "traversal")}.`);
   }
 }
 

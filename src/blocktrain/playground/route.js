@@ -35,7 +35,9 @@ function along(route, legs) {
   const way = [{ key: "gateway", kind: "host", name: "Gateway", where: "where your prompt enters" }];
   for (const stage of used) {
     const leg = legTo.get(stage.stage);
-    way.push({ key: `to ${stage.stage}`, kind: "line", leg, rtt: stage.rtt_ms });
+    // Of the lines between stages the gateway cannot know the round trip; of its own two it can.
+    const rtt = stage === used[0] ? stage.rtt_ms : null;
+    way.push({ key: `to ${stage.stage}`, kind: "line", leg, rtt });
     way.push({ key: `at ${stage.stage}`, kind: "host", stage, leg, spares: sparesOf(route, stage) });
   }
   const leg = legTo.get(null);
@@ -99,9 +101,9 @@ function fillIn(node, each) {
 }
 
 function fillLine(node, { leg, rtt }) {
-  put(at(node, "took"), leg ? ms(leg.line_ms) : "");
+  put(at(node, "took"), leg ? `≈\u00a0${ms(leg.line_ms)}` : "");
   const more = [];
-  if (known(rtt)) more.push(`RTT ${ms(rtt)} from the gateway`);
+  if (known(rtt)) more.push(`RTT\u00a0${ms(rtt)}`);
   if (leg) more.push(bytes(leg.bytes));
   put(at(node, "more"), more.join(" · "));
 }
@@ -115,7 +117,8 @@ function fillHost(node, { name, where, stage, leg, spares = [] }) {
   if (!stage || missing) {
     put(at(node, "where"), missing ? "no stage serves them" : where);
   } else {
-    put(at(node, "where"), `${short(stage.stage)} at ${stage.address}, ${stage.weights}`);
+    const seen = `RTT\u00a0${ms(stage.rtt_ms)}`;
+    put(at(node, "where"), `${short(stage.stage)} at ${stage.address} · ${stage.weights} · ${seen}`);
   }
   put(at(node, "load"), stage && !missing ? loadOf(stage, leg) : "");
   const others = spares.map((other) => `${short(other.stage)} at ${other.address}`);
@@ -126,6 +129,6 @@ function fillHost(node, { name, where, stage, leg, spares = [] }) {
 
 function loadOf(stage, leg) {
   const texts = stage.sessions === 1 ? "1 text" : `${stage.sessions} texts`;
-  const waited = leg && leg.waited_ms >= 0.05 ? `, of that ${ms(leg.waited_ms)} waiting` : "";
+  const waited = leg && leg.waited_ms >= 0.05 ? ` · ${ms(leg.waited_ms)} in its queue` : "";
   return `${texts}, room for ${stage.room} more${waited}`;
 }
