@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/first
 
-.PHONY: run test check proofs three-hosts format reference models clean
+.PHONY: run test check proofs three-hosts format reference models reproduce reproduce-quick clean
 
 run: $(VENV)/.ready  ## train the default model on WikiText-2, measure it, let it write
 	$(BIN)/blocktrain train --out $(RUN) --reference-line docs/reference.jsonl
@@ -38,7 +38,14 @@ reference: $(VENV)/.ready  ## train the reference line of `make run`'s plot agai
 models: $(VENV)/.ready  ## train the small model and the judge of the serving tests again (models/)
 	$(BIN)/blocktrain lab --rounds 100 --reference --out runs/bar
 	cp runs/bar/manifest.json runs/bar/block-*.safetensors models/small/
+	$(BIN)/blocktrain refit models/small --blocks 1-2
 	cp runs/bar/reference/manifest.json runs/bar/reference/block-*.safetensors models/judge/
+
+reproduce: $(VENV)/.ready  ## every row of docs/results.md from nothing; about a day on two cores, goes on when stopped
+	$(BIN)/blocktrain reproduce
+
+reproduce-quick: $(VENV)/.ready  ## a small version of it in less than twenty minutes, into runs/reproduce-quick
+	$(BIN)/blocktrain reproduce --quick
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 run")'

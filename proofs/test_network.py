@@ -1,5 +1,6 @@
 """What the training network promises, at full size. Slow: `make proofs`, on a quiet machine."""
 
+import pytest
 from proofs.test_reach import RUNS, last_line
 
 
@@ -9,9 +10,10 @@ def test_combining_needs_little_memory_and_is_fast() -> None:
     assert found["speed_ratio"] >= 0.5
 
 
-def test_two_hundred_workers_get_their_receipts() -> None:
-    found = last_line("bench", "coordinator", "--json")
-    assert found["workers"] == 200
+@pytest.mark.parametrize("codec", ["int4", "fp32"])  # the default one, and as many bytes of fewer
+def test_two_hundred_workers_get_their_receipts(codec: str) -> None:
+    found = last_line("bench", "coordinator", "--codec", codec, "--json")
+    assert (found["workers"], found["codec"]) == (200, codec)
     assert found["update_bytes"] >= 1e6
     assert found["p99_ms"] <= 1000
     assert found["burst_seconds"] <= 5

@@ -1,8 +1,14 @@
 """What many tests share: a tiny shape and models whose every parameter is alive."""
 
+import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import cast
+
+# Before torch is imported, and for every process that a test starts: the second thread of a tiny
+# model mostly spins, and takes the core from whoever has work. Training in `bench memory` took 67
+# CPU-seconds with two threads, and 24 with one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
@@ -23,6 +29,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("CI") and reporter and reporter.stats.get("skipped"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """With `-n 2` another test goes on meanwhile; but not beside one that measures (`alone`).
+
+    Everybody comes in by a gate, one after the other: else who wants the room empty waits for ever.
+    """
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    folder = item.config.cache.mkdir("turns")
+    with (folder / "gate").open("w") as gate, (folder / "room").open("w") as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # a forked child may still have the file open
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,6 +15,7 @@ from blocktrain.errors import BlockTrainError
 COMMANDS = {
     "train": ("train:train", "Train a model with real workers on this machine, over HTTP."),
     "lab": ("lab:lab", "Train a model, one block at a time, in this process; no network."),
+    "reproduce": ("reproduce:reproduce", "Measure every row of the results again."),
     "evaluate": ("model:evaluate", "Honest CE of a model, over every byte of a split."),
     "audit": ("model:audit", "Prove that no target reaches the model."),
     "generate": ("model:generate", "Continue a prompt."),
@@ -35,6 +36,8 @@ COMMANDS = {
     "gateway": ("gateway:gateway", "Serve a model over its stages, as OpenAI does."),
     "serve": ("serve:serve", "Serve a model with stages on this machine."),
     "plan": ("plan:plan", "How fast a model would be over given hosts."),
+    "refit": ("refit:refit", "Let a first stage guess better; the text stays."),
+    "publish": ("stage:publish", "Let all stages of a run serve its newest checkpoint."),
     "admit": ("stage:admit", "Make papers for a host of a serving network."),
     "doctor": ("doctor:doctor", "What this machine can do."),
 }

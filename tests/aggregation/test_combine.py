@@ -30,6 +30,7 @@ from blocktrain.wire.codecs import AT_ONCE, CODECS
 from blocktrain.wire.tensors import Body, Writer, encode, order, shapes_of
 
 PLAIN = Averaging(steady=0.0)
+BLOCKWISE = ("int8", "int4", "int2")
 
 numbers = st.floats(-100, 100, width=32)
 arrays_23 = arrays.arrays(np.float32, (2, 3), elements=numbers)
@@ -468,6 +469,39 @@ def test_a_bad_scale_is_no_change_at_all() -> None:
     bad = good[:position] + b"\xff\xff" + good[position + 2 :]
     with pytest.raises(BadTensors, match="scale"):
         refusal(Body(bad, "int8", {"w": (2,)}), 100.0)
+
+
+class Unread(Body):
+    """A body whose values nobody may look at."""
+
+    def read(self, name: str, own: bool = False) -> Array:
+        raise AssertionError(f"'{name}' was decoded")
+
+
+@pytest.mark.parametrize("codec", BLOCKWISE)
+def test_what_the_scales_vouch_for_is_not_decoded(codec: str) -> None:
+    change = change_with(a=np.ones((4, 64), np.float32))
+    body = Unread(encode(change, codec), codec, shapes_of(change))
+    assert refusal(body, base_norm=100.0) is None
+    with pytest.raises(AssertionError, match="was decoded"):  # where they do not, it is
+        refusal(body, base_norm=4.0)
+
+
+@pytest.mark.parametrize("codec", BLOCKWISE)
+@given(tensors, st.floats(0.1, 1000))
+def test_the_verdict_is_that_of_the_values(
+    codec: str, change: Parameters, base_norm: float
+) -> None:
+    body = body_of(change, codec)
+    found, limit = norm(body.read, body.like), LARGEST_CHANGE * base_norm
+    if abs(found - limit) > 1e-3 * limit:
+        assert (refusal(body, base_norm) is not None) == (found > limit)
+
+
+@pytest.mark.parametrize("codec", BLOCKWISE)
+def test_an_absurd_norm_is_refused_by_every_codec(codec: str) -> None:
+    reason = refusal(body_of(change_with(a=np.full((4, 64), 3e30, np.float32)), codec), 1.0)
+    assert "The norm of the change is" in (reason or "")
 
 
 @pytest.mark.parametrize("base_norm", [0.0, float("nan"), -1.0])

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blocktrain.aggregation import sqlite as module
+from blocktrain.aggregation import sqlite_file
 from blocktrain.aggregation.ledger import (
     Assignment,
     Evaluation,
@@ -34,7 +34,9 @@ from blocktrain.aggregation.ledger import (
     hash_of_token,
     new_token,
 )
-from blocktrain.aggregation.sqlite import MIGRATIONS, SqliteLedger, SqliteTransaction
+from blocktrain.aggregation.sqlite import SqliteLedger
+from blocktrain.aggregation.sqlite_file import MIGRATIONS
+from blocktrain.aggregation.sqlite_queries import SqliteTransaction
 from blocktrain.errors import BadInput, BadLedger, CannotSave, Contradiction
 from blocktrain.terms import Digest
 
@@ -719,7 +721,7 @@ def test_two_processes_may_write(path: Path) -> None:
 def test_another_process_that_does_not_let_go(
     path: Path, monkeypatch: pytest.MonkeyPatch, sentence: Sentence
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 0.05)
     with SqliteLedger(path) as one, SqliteLedger(path) as two, one.transaction() as t:
         t.keep_state(b"1")
         with pytest.raises(CannotSave) as error:
@@ -792,7 +794,7 @@ def test_an_older_ledger_is_brought_forward(
     with SqliteLedger(path) as ledger, ledger.transaction() as t:
         take_and_close(t, 0, 1)
     with monkeypatch.context() as future:
-        future.setattr(module, "MIGRATIONS", (*MIGRATIONS, NEXT, ("CREATE TABLE more (x)",)))
+        future.setattr(sqlite_file, "MIGRATIONS", (*MIGRATIONS, NEXT, ("CREATE TABLE more (x)",)))
         for _ in range(2):  # the second time there is nothing to do
             with SqliteLedger(path) as ledger, ledger.reading() as r:
                 assert r.newest(0) == version(0, 1)
@@ -810,7 +812,9 @@ def test_a_step_forward_that_fails_changes_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as future:
-        future.setattr(module, "MIGRATIONS", (*MIGRATIONS, (*NEXT, "CREATE TABLE workers (x)")))
+        future.setattr(
+            sqlite_file, "MIGRATIONS", (*MIGRATIONS, (*NEXT, "CREATE TABLE workers (x)"))
+        )
         with pytest.raises(sqlite3.OperationalError, match="workers already exists"):
             SqliteLedger(path)
     with SqliteLedger(path) as ledger, ledger.reading() as r:

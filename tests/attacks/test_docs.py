@@ -37,7 +37,10 @@ WIRE = (DOCS / "wire.md").read_text()
 ASSUMPTIONS = (DOCS / "assumptions.md").read_text()
 SECTIONS = dict(re.findall(r"^#### (\S+)\n(.*?)(?=^##|\Z)", WIRE, re.M | re.S))
 
-STRUCTS = [serving.Announce, serving.Stages, serving.Holding, serving.Place] + [
+STRUCTS = [
+    *(serving.Announce, serving.Heard, serving.Stages, serving.Holding, serving.Place),
+    serving.Publish,
+] + [
     kind
     for room in (messages, owner)
     for kind in vars(room).values()
@@ -96,7 +99,7 @@ def test_every_limit_and_code_is_the_one_that_holds() -> None:
         f"changes for {watching.SSE_HEARTBEAT:.0f} seconds",
         signing.PREFIX.decode().encode("unicode_escape").decode(),
         f"belongs to {codecs.BLOCK} values",
-        f"each for {registry.LEASE:.0f} seconds after",
+        f"and {registry.MAX_OF_ONE} of one token, each for {registry.LEASE:.0f} seconds after",
         f"after {registry.LEASE:.0f} seconds of silence",
         f"for {LIFE.days} days. Ours get another one when half",
     ):
@@ -144,7 +147,7 @@ def test_links_between_sections_lead_somewhere() -> None:
 
 
 class Foreigner:
-    """Speaks protocol 2 with nothing of ours."""
+    """Speaks protocol 3 with nothing of ours."""
 
     def __init__(self, http: httpx.Client, token: str) -> None:
         self.http, self.bearer = http, token
@@ -170,9 +173,9 @@ class Foreigner:
 
     def join(self) -> None:
         self.hello = self.call("GET", "/v1/hello").json()
-        assert self.hello["protocol"] == 2
+        assert self.hello["protocol"] == 3
         _, join = self.signed(
-            "join", say="join", protocol=2, run=self.hello["run"], worker=self.id,
+            "join", say="join", protocol=3, run=self.hello["run"], worker=self.id,
             name="from afar", memory=2**30, device="cpu",
             token=hashlib.sha256(self.bearer.encode()).hexdigest(),
         )  # fmt: skip

@@ -15,7 +15,7 @@ from blocktrain.services.coordinator import working
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, owner
 from blocktrain.wire.messages import Message
-from blocktrain.wire.serving import Announce, Holding
+from blocktrain.wire.serving import Announce, Holding, Publish
 from blocktrain.wire.serving import Place as ServedAt
 from blocktrain.wire.signing import new_key
 
@@ -51,6 +51,7 @@ def mouths(siege: Siege, peer: Peer) -> list[Mouth]:
         Mouth("leave", messages.Leave(id)),
         Mouth("updates", update, "update"),
         Mouth("stages", announcement(id), "announce"),
+        Mouth("served", Publish("newest")),
         Mouth("command", owner.Command("resume")),
         Mouth("ban", owner.Ban("0" * 64)),
         Mouth("tokens", owner.Issue("somebody")),
@@ -73,7 +74,7 @@ def post(siege: Siege, peer: Peer, mouth: Mouth, body: bytes) -> tuple[int, str]
     return response.status_code, why(response)
 
 
-OWNERS = (owner.Command, owner.Ban, owner.Issue, owner.Revoke, owner.Evaluated)
+OWNERS = (Publish, owner.Command, owner.Ban, owner.Issue, owner.Revoke, owner.Evaluated)
 
 
 @pytest.fixture(scope="module")

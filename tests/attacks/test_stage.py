@@ -41,7 +41,7 @@ from blocktrain.inference.pipeline import Pipeline, PipelineSession
 from blocktrain.inference.session import Asked
 from blocktrain.inference.stage import Stage
 from blocktrain.wire import frame
-from blocktrain.wire.certificates import Papers, make_authority
+from blocktrain.wire.certificates import make_authority
 from blocktrain.wire.frame import Head
 from blocktrain.wire.messages import Message
 from blocktrain.wire.serving import (
@@ -59,6 +59,7 @@ from blocktrain.wire.serving import (
     Trouble,
     Welcome,
 )
+from blocktrain.wire.tls import Papers
 
 LENGTH = 8
 LIMITS = {"sessions": 24, "links_per_peer": 8, "links": 64, "bodies": 4 * 2**20}
@@ -580,6 +581,9 @@ LIES = {
     "a question": lambda s, me: (Ping(1), b""),
     "a greeting": lambda s, me: (Greeting(1, SECRET), b""),
     "busy": lambda s, me: (Trouble(s.session, s.number, "busy", me, "no"), b""),
+    "forgotten": lambda s, me: (Trouble(s.session, s.number, "forgotten", me, "no"), b""),
+    "wrong": lambda s, me: (Trouble(s.session, s.number, "wrong", me, "no"), b""),
+    "another to blame": lambda s, me: (Trouble(s.session, s.number, "busy", "ab" * 32, "no"), b""),
 }
 
 
@@ -613,6 +617,35 @@ def test_a_lying_stage_is_left_for_an_honest_one(
             assert found == siege.text
             assert told[0].replayed >= 1
             assert [hop.stage for hop in told[0].hops] == [honest.id]
+
+    run(test)
+
+
+@pytest.mark.parametrize("reason", ["forgotten", "busy", "unreachable"])
+def test_who_blames_others_is_found_out(
+    siege: Siege, reason: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage in the middle of the route says that the last one fails."""
+    monkeypatch.setattr(reach, "LOOK_EVERY", 0.05)
+    network = siege.network
+    first, middle, last = siege.stages
+
+    class Slanderer(Liar):
+        def answer(self, asked: Any) -> tuple[Message, bytes]:
+            return Trouble(asked.session, asked.number, reason, last.id, "no"), b""
+
+    async def test() -> None:
+        liar = Slanderer(network.span(1, 1), network.papers(), network.authority.pem)
+        board = Board()
+        async with liar, network.pipeline(board) as pipeline:
+            board.put(first, liar, last)
+            session = await pipeline.session("fp32")
+            board.put(middle)
+            await until(lambda: len(pipeline.report()) == 4)
+            found, told = await write(session, LENGTH)
+            assert found == siege.text
+            assert told[0].replayed >= 1
+            assert {said.hops[1].stage for said in told} == {middle.id}
 
     run(test)
 

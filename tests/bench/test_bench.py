@@ -25,9 +25,13 @@ def test_products_are_what_torch_counts() -> None:
         assert products == ours - passes * attention
 
 
-def test_a_step_is_mostly_matrix_products() -> None:
-    """`make proofs` asks for 0.60 at 8,192 positions on a quiet machine; this guards the order."""
-    found = compute.measure(width=512, positions=2048, repeats=3)
+def test_a_step_is_mostly_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make proofs` asks for 0.60 at 8,192 positions on a quiet machine; this guards the order.
+
+    0.70 on a busy one; four steps in a round of 2,048 positions took three times as long.
+    """
+    monkeypatch.setattr(compute, "LOCAL_STEPS", 2)
+    found = compute.measure(width=512, positions=512, repeats=3)
     assert 0.35 < found.share_of_peak < 1.1
     assert found.share_without_muon < 1.1
     assert found.step_gflops == pytest.approx(found.share_of_peak * found.gemm_gflops)

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import psutil
@@ -22,6 +23,7 @@ from blocktrain.commands.logical import logical as command
 from blocktrain.console import Output
 from blocktrain.errors import BadInput, BlockTrainError
 from blocktrain.learning import model
+from blocktrain.terms import Progress
 
 Sentence = Callable[[BaseException], str]
 SMALL = Shape(width=256, hidden=704, layers=6)  # what learning/model.py makes of width 256
@@ -185,7 +187,21 @@ def test_a_stage_refuses_rows_that_cannot_be(stages: list[Stage], sentence: Sent
 
 
 @needs_root
-def test_the_bench_measures_three_hosts_across_a_wan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bench_measures_three_hosts_across_a_wan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its progress reaches every layer of every traversal."""
+    steps: list[tuple[int, int]] = []
+    measure = logical.measure
+
+    def watched(trial: logical.Trial, progress: Progress) -> dict[str, Any]:
+        def note(done: int, total: int) -> None:
+            steps.append((done, total))
+            progress(done, total)
+
+        return measure(trial, note)
+
+    monkeypatch.setattr(logical, "measure", watched)
     command(trial=TRIAL, output=Output(json=True))
     (line,) = capsys.readouterr().out.splitlines()
     found = msgspec.json.decode(line)
@@ -207,14 +223,7 @@ def test_the_bench_measures_three_hosts_across_a_wan(capsys: pytest.CaptureFixtu
     assert 0 < found["ar_upcast_share"] < 1
     assert 100 * 2**20 < found["peak_memory_bytes"] < 4 * 2**30
     assert (found["rtt_ms"], found["mbit"]) == (40, 50)
-
-
-@needs_root
-def test_progress_reaches_every_layer_of_every_traversal() -> None:
-    steps: list[tuple[int, int]] = []
-    trial = replace(TRIAL, ar_positions=1, rtt_ms=0)
-    logical.measure(trial, lambda done, total: steps.append((done, total)))
-    total = 3 * fitted(trial.parameters).layers  # whole, ar, direct
+    total = 5 * shape.layers  # whole, twice ar, twice direct
     assert steps == [(done, total) for done in range(total + 1)]
 
 

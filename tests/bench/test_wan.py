@@ -17,7 +17,7 @@ from blocktrain.commands.serving_bench import Who
 from blocktrain.console import Output
 from blocktrain.errors import BadInput, BadRun
 from blocktrain.inference import layout
-from blocktrain.inference.plan import Mode, Speed
+from blocktrain.inference.plan import Forecast, Mode, Speed
 from blocktrain.learning.files import save_model
 from blocktrain.learning.model import Model, Shape
 from blocktrain.terms import Digest
@@ -95,10 +95,18 @@ def text(
     return Text(100.0, 20.0, made)
 
 
+def planned(texts: list[Text]) -> dict[wan_rows.Kind, Forecast]:
+    """Nothing but rates: 7 for exact, 1 for others."""
+    return {
+        kind: Forecast(kind[3], 7.0 if kind[3] == "exact" else 1.0, 0, 0, 0, 0, 0, 0, "", 0, "")
+        for kind in map(wan_rows.kind_of, texts)
+    }
+
+
 def test_rows_are_medians_over_prompts() -> None:
     texts = [text("exact", n, seconds) for n, seconds in enumerate((1.0, 4.0, 2.0))]
     texts += [text("ar", n, seconds) for n, seconds in enumerate((8.0, 8.0, 10.0))]
-    ar, exact = wan_rows.rows(texts, lambda kind: 7.0 if kind[3] == "exact" else 1.0)
+    ar, exact = wan_rows.rows(texts, planned(texts))
     assert (ar["mode"], exact["mode"]) == ("ar", "exact")
     assert exact["bytes_per_s"] == 2.0
     assert exact["times_ar"] == 5.0
@@ -114,7 +122,7 @@ def test_rows_are_medians_over_prompts() -> None:
 
 def test_another_text_than_ar_is_told() -> None:
     texts = [text("ar", 0, 1.0), text("exact", 0, 1.0, b"abce"), text("whole", 0, 1.0, b"xxxx", 4)]
-    _, exact, whole = wan_rows.rows(texts, lambda _: 1.0)
+    _, exact, whole = wan_rows.rows(texts, planned(texts))
     assert exact["identical"] is False
     assert (whole["mode"], whole["identical"]) == ("whole 4", None)
 

@@ -197,7 +197,7 @@ def test_a_prompt_becomes_a_text(page: Page, gateway: Served) -> None:
     expect(page.locator("#written-sub")).to_have_text("200 bytes, seed 11")
     assert page.locator("#text").text_content() == STORY.encode()[: len(PROMPT) + 200].decode()
     codec, choice = gateway.source.asked[0]
-    assert (codec, choice.temperature, choice.seed) == ("fp16", 0.5, 11)
+    assert (codec, choice.temperature, choice.seed) == ("int8", 0.5, 11)
     expect(page.locator("#said")).to_have_text(re.compile(r"^Done: 200 bytes in \d+ traversals\.$"))
     expect(page.locator("#rate-sub")).to_have_text(re.compile("^200 in "))
     expect(page.locator("#first")).to_have_text(re.compile("ms$"))
@@ -332,7 +332,7 @@ def test_a_whole_text_sharpens_hop_by_hop_and_can_be_looked_at_again(watch: Watc
 def test_only_what_the_model_can_do_can_be_chosen(page: Page) -> None:
     expect(page.get_by_role("radio", name="whole")).to_be_disabled()
     expect(page.get_by_label("Traversals")).to_be_hidden()
-    expect(page.get_by_label("Wire codec")).to_have_value("fp16")
+    expect(page.get_by_label("Wire codec")).to_have_value("int8")
 
 
 # --- the route ------------------------------------------------------------------------------------

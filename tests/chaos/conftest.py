@@ -30,7 +30,7 @@ def lives() -> Iterator[Lives]:
     made.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def worker_lives() -> Iterator[Lives]:
     """Starts real workers as soon."""
     made = Lives("worker")

@@ -28,7 +28,7 @@ from typing import Any
 from blocktrain.aggregation import store
 from blocktrain.aggregation.events import Combine
 from blocktrain.aggregation.keeper import Keeper
-from blocktrain.aggregation.sqlite import SqliteTransaction
+from blocktrain.aggregation.sqlite_queries import SqliteTransaction
 from blocktrain.commands import coordinator as command
 from blocktrain.commands.listen import Listen
 from blocktrain.console import Output
@@ -121,12 +121,12 @@ def coordinator(folder: str, port: int) -> None:
     command.coordinator(Path(folder), listen=Listen(port=port), output=Output(json=True))
 
 
-def worker(url: str, token: str, folder: str, data: str) -> None:
+def worker(url: str, token: str, folder: str, **wishes: Any) -> None:
     """What `blocktrain join` does."""
     from blocktrain.commands.join import join
-    from blocktrain.services.worker import Wishes
+    from blocktrain.services.wishes import Wishes
 
-    join(url, token=token, folder=Path(folder), wishes=Wishes(threads=1, data=data))
+    join(url, token=token, folder=Path(folder), wishes=Wishes(threads=1, **wishes))
 
 
 def live(kind: str, told: dict[str, Any], log: str, kill_at: int) -> None:

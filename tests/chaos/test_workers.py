@@ -2,17 +2,17 @@
 
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.chaos.faults import Faults
 from tests.chaos.light import begin_light, quick
+from tests.chaos.lives import Lives
 from tests.chaos.real import Crew, begun, same_again
 from tests.chaos.settled import settled
 
@@ -50,40 +50,26 @@ def test_all_workers_and_the_coordinator_are_killed(tmp_path: Path) -> None:
     same_again(crew.run, corpus, tmp_path / "again")
 
 
-@contextmanager
-def joined(embedded: Embedded, folder: Path, *more: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A worker as its volunteer starts it."""
-    command = [sys.executable, "-m", "blocktrain", "join", embedded.url, "--token", embedded.token]
-    options = ["--folder", str(folder), "--threads", "1", *more]
-    with (folder.parent / "worker.log").open("ab") as log:
-        process = subprocess.Popen([*command, *options], env=environment(), stderr=log, stdout=log)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_killed_in_the_middle_of_an_upload(tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_an_upload(tmp_path: Path, worker_lives: Lives) -> None:
     """The next start sends the same update again, and it counts once."""
-    corpus = begun(tmp_path, RUN)
-    embedded, home = Embedded(tmp_path, 0, ""), tmp_path / "worker"
+    corpus = begun(tmp_path, replace(RUN, pace=replace(RUN.pace, rounds=2)))
+    embedded, home, log = Embedded(tmp_path, 0, ""), tmp_path / "worker", tmp_path / "log"
     with embedded.up():
+        told = {"url": embedded.url, "token": embedded.token, "folder": str(home)}
         # 20 kB a second: the 115 kB of an update take about six.
-        with joined(embedded, home, "--max-upload", "20000") as worker:
-            pending = wait_for_pending(home)
-            time.sleep(1.0)
-            worker.send_signal(signal.SIGKILL)
-            worker.wait()
+        worker = worker_lives.start(log, 0, **told, max_upload=20_000.0)
+        pending = wait_for_pending(home)
+        time.sleep(1.0)
+        worker.end()
         signed = messages.decode(pending.read_bytes(), messages.Signed)
         update = messages.decode(signed.body, messages.Update)
         assert FolderStore(embedded.run / BLOBS).size(update.blob) is None, "it was too fast"
-        with joined(embedded, home) as worker:
-            assert worker.wait(timeout=45) == 0
+        assert worker_lives.start(log, 0, **told).over(within=45), log.read_text()
+        assert "Traceback" not in log.read_text()
     found = settled(embedded.run)
     name = hashlib.sha256(signed.body).hexdigest()
     assert name in [receipt.update for receipt in found.taken]
-    assert len(found.receipts) == 12
+    assert len(found.receipts) == 4
     same_again(embedded.run, corpus, tmp_path / "again")
 
 

@@ -7,27 +7,45 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
+from tests.commands.forked import Done, Forked
 
 from blocktrain.learning.fetch import known
 
 
-def blocktrain(
-    *arguments: str | bytes, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str) -> Done:
+    """The command as people start it, from nothing."""
     return subprocess.run(
         [sys.executable, "-m", "blocktrain", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        cwd=cwd,
     )
 
 
-def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+class Blocktrain(Protocol):
+    """The same in a process that has torch already; see forked.py."""
+
+    def __call__(self, *arguments: str | bytes, cwd: Path | None = None) -> Done: ...
+
+
+@pytest.fixture(scope="module")
+def blocktrain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blocktrain]:
+    forked, notes = Forked(), tmp_path_factory.mktemp("notes")
+
+    def run(*arguments: str | bytes, cwd: Path | None = None) -> Done:
+        return forked.run([os.fsdecode(each) for each in arguments], cwd or Path.cwd(), notes)
+
+    yield run
+    forked.close()
+
+
+def last_line(done: Done) -> dict[str, object]:
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -36,12 +54,14 @@ def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("the cat sat on the mat. " * 3000)
+    path.write_text("the cat sat on the mat. " * 1000)
     return path
 
 
 @pytest.fixture(scope="module")
-def made(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def made(
+    blocktrain: Blocktrain, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """A small trained model of each objective."""
     folders = {}
     for objective in ("neighbours", "denoise"):
@@ -61,7 +81,9 @@ def made(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     return folders
 
 
-def test_evaluate_names_every_prefix(made: dict[str, Path], text: Path) -> None:
+def test_evaluate_names_every_prefix(
+    blocktrain: Blocktrain, made: dict[str, Path], text: Path
+) -> None:
     found = last_line(
         blocktrain("evaluate", str(made["neighbours"]), "--data", str(text), "--json")
     )
@@ -72,7 +94,9 @@ def test_evaluate_names_every_prefix(made: dict[str, Path], text: Path) -> None:
     assert found["bytes"] == text.stat().st_size - text.stat().st_size * 95 // 100
 
 
-def test_denoise_readouts_are_labelled(made: dict[str, Path], text: Path) -> None:
+def test_denoise_readouts_are_labelled(
+    blocktrain: Blocktrain, made: dict[str, Path], text: Path
+) -> None:
     found = last_line(
         blocktrain("evaluate", str(made["denoise"]), "--data", str(text), "--readouts", "--json")
     )
@@ -83,7 +107,9 @@ def test_denoise_readouts_are_labelled(made: dict[str, Path], text: Path) -> Non
 
 
 @pytest.mark.parametrize("objective", ["neighbours", "denoise"])
-def test_audit_passes_on_an_honest_model(made: dict[str, Path], text: Path, objective: str) -> None:
+def test_audit_passes_on_an_honest_model(
+    blocktrain: Blocktrain, made: dict[str, Path], text: Path, objective: str
+) -> None:
     found = last_line(blocktrain("audit", str(made[objective]), "--data", str(text), "--json"))
     assert found["causal"] is True
     assert found["positive_control"] is True
@@ -94,7 +120,7 @@ def test_audit_passes_on_an_honest_model(made: dict[str, Path], text: Path, obje
     assert code_bits == pytest.approx(ce_bits, rel=0.005, abs=64)
 
 
-def test_generate_streams_and_reports(made: dict[str, Path]) -> None:
+def test_generate_streams_and_reports(blocktrain: Blocktrain, made: dict[str, Path]) -> None:
     asked = ["generate", str(made["neighbours"]), "the cat", "--length", "20", "--seed", "3"]
     spoken = blocktrain(*asked)
     found = last_line(blocktrain(*asked, "--json"))
@@ -102,7 +128,9 @@ def test_generate_streams_and_reports(made: dict[str, Path]) -> None:
     assert spoken.stdout == f"the cat{found['text']}\n"
 
 
-def test_export_opens_elsewhere_only_for_neighbours(made: dict[str, Path], tmp_path: Path) -> None:
+def test_export_opens_elsewhere_only_for_neighbours(
+    blocktrain: Blocktrain, made: dict[str, Path], tmp_path: Path
+) -> None:
     found = last_line(
         blocktrain("export", str(made["neighbours"]), "--to", "hf", str(tmp_path / "hf"), "--json")
     )
@@ -114,7 +142,7 @@ def test_export_opens_elsewhere_only_for_neighbours(made: dict[str, Path], tmp_p
 
 
 def test_compress_and_decompress_give_the_file_back(
-    made: dict[str, Path], text: Path, tmp_path: Path
+    blocktrain: Blocktrain, made: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "note.txt"
     source.write_bytes(text.read_bytes()[:3000] + bytes(range(256)))
@@ -128,14 +156,14 @@ def test_compress_and_decompress_give_the_file_back(
     assert other.returncode == 5
 
 
-def test_doctor_tells_what_this_machine_can_do() -> None:
+def test_doctor_tells_what_this_machine_can_do(blocktrain: Blocktrain) -> None:
     found = last_line(blocktrain("doctor", "--url", "http://127.0.0.1:9", "--json"))
     assert {"torch", "device", "memory_gib", "gemm_fp32_gflops", "reaches"} < set(found)
     assert "no (" in str(found["reaches"])
 
 
 def test_data_list_names_the_licence() -> None:
-    rows = last_line(blocktrain("data", "list", "--json"))["rows"]
+    rows = last_line(started("data", "list", "--json"))["rows"]
     assert isinstance(rows, list)
     assert {row["name"] for row in rows} == {each.name for each in known()}
     assert any("CC BY-SA" in row["licence"] for row in rows)
@@ -158,7 +186,7 @@ def test_data_list_names_the_licence() -> None:
     ],
 )
 def test_bad_input_is_one_sentence_and_a_code(
-    arguments: list[str], code: int, says: str, tmp_path: Path
+    blocktrain: Blocktrain, arguments: list[str], code: int, says: str, tmp_path: Path
 ) -> None:
     done = blocktrain(*arguments, "--json", cwd=tmp_path)
     assert done.returncode == code, done.stderr
@@ -168,13 +196,15 @@ def test_bad_input_is_one_sentence_and_a_code(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_prompt_that_is_not_utf8(made: dict[str, Path]) -> None:
+def test_a_prompt_that_is_not_utf8(blocktrain: Blocktrain, made: dict[str, Path]) -> None:
     done = blocktrain("generate", str(made["neighbours"]), b"\xff\xfe")
     assert done.returncode == 2
     assert "UTF-8" in done.stderr
 
 
-def test_a_config_file_gives_defaults_and_flags_win(text: Path, tmp_path: Path) -> None:
+def test_a_config_file_gives_defaults_and_flags_win(
+    blocktrain: Blocktrain, text: Path, tmp_path: Path
+) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
         "[shape]\nblocks = 2\nwidth = 32\nheads = 2\nwindow = 32\n"
@@ -192,16 +222,16 @@ def test_a_config_file_gives_defaults_and_flags_win(text: Path, tmp_path: Path) 
 def test_ctrl_c_keeps_what_was_done(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = [sys.executable, "-m", "blocktrain", "lab", "--blocks", "2", "--width", "32"]
-    asked += ["--heads", "2", "--window", "32", "--rounds", "2000", "--local-steps", "1"]
+    asked += ["--heads", "2", "--window", "32", "--rounds", "500", "--local-steps", "1"]
     asked += ["--batch", "1", "--data", str(text), "--out", str(out)]
     child = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
-    assert "round   200" in child.stderr.readline()
+    assert "round    50" in child.stderr.readline()
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "same command" in said
-    assert 200 <= json.loads((out / "state.json").read_text())["round"] < 2000
+    assert 50 <= json.loads((out / "state.json").read_text())["round"] < 500
 
 
 def test_a_terminal_sees_a_progress_bar(text: Path, tmp_path: Path) -> None:
@@ -209,7 +239,7 @@ def test_a_terminal_sees_a_progress_bar(text: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     asked = [sys.executable, "-m", "blocktrain", "lab", "--blocks", "2", "--width", "32"]
     asked += ["--heads", "2", "--window", "32", "--rounds", "5", "--local-steps", "2"]
-    asked += ["--data", str(text), "--out", str(tmp_path / "out")]
+    asked += ["--batch", "2", "--data", str(text), "--out", str(tmp_path / "out")]
     terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     child = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=theirs, env=terminal)
     os.close(theirs)

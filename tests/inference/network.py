@@ -31,10 +31,11 @@ from blocktrain.learning.files import save_model
 from blocktrain.learning.model import START, Model, Shape, new_block
 from blocktrain.learning.noise import Noise
 from blocktrain.terms import Digest
-from blocktrain.wire.certificates import MEMBER_LIFE, Authority, Papers, make_authority, member_host
+from blocktrain.wire.certificates import MEMBER_LIFE, Authority, make_authority
 from blocktrain.wire.messages import Message
 from blocktrain.wire.serving import Announce, Choice, Holding, Place, Step, Welcome
 from blocktrain.wire.signing import new_key, save_key
+from blocktrain.wire.tls import Papers, member_host
 
 SMALL = Shape(blocks=3, layers=1, width=32, heads=2, window=48)
 PROMPT = b"The river"
@@ -308,7 +309,10 @@ async def until(true: Callable[[], bool], within: float = 5.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
+def run(
+    test: Callable[[], Awaitable[None]],
+    loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> None:
     """An asynchronous test, in an event loop of its own that complains about what is left over."""
 
     async def main() -> None:
@@ -316,4 +320,5 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         assert not left, f"still running: {left}"
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())

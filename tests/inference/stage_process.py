@@ -24,7 +24,7 @@ from blocktrain.inference.span import Span
 from blocktrain.inference.stage import Stage
 from blocktrain.learning.model import Model, Shape, new_block
 from blocktrain.learning.noise import Noise
-from blocktrain.wire.certificates import Papers
+from blocktrain.wire.tls import Papers
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def test_lengths_follow_acceptance_and_link() -> None:
     assert best_draft(0.9, 0.1, 0.001, 64) > best_draft(0.6, 0.1, 0.001, 64)
 
 
-def said(seconds: float, first_ms: float, replayed: int = 0) -> Said:
-    hops = [Hop("0" * 64, first_ms, 0, 0), Hop("1" * 64, 5.0, 0, 0)]
+def said(seconds: float, first_ms: float, replayed: int = 0, waited_ms: float = 0) -> Said:
+    hops = [Hop("0" * 64, first_ms, waited_ms, 0), Hop("1" * 64, 5.0, 0, 0)]
     return Said([], [], [], hops=hops, seconds=seconds, replayed=replayed)
 
 
@@ -46,6 +46,17 @@ def test_the_pace_finds_what_guesses_cost_and_are_worth() -> None:
     for _ in range(100):  # now nothing is right
         pace.learn(said(0.060, 10.0), tokens=5, guessed=4, right=0)
     assert pace.length(64) == 0
+
+
+def test_busy_stages_are_not_given_longer_drafts() -> None:
+    """Computing takes 15 ms and the way 45 ms, however long the queue makes it all."""
+    alone, beside_one, in_a_crowd = Pace(), Pace(), Pace()
+    for _ in range(60):
+        alone.learn(said(0.060, 10.0), tokens=5, guessed=4, right=3)
+        beside_one.learn(said(0.090, 10.0, waited_ms=30.0), tokens=5, guessed=4, right=3)
+        in_a_crowd.learn(said(1.060, 10.0, waited_ms=1000.0), tokens=5, guessed=4, right=3)
+    assert alone.length(64) > beside_one.length(64) > in_a_crowd.length(64) > 0
+    assert in_a_crowd.traversal_s == pytest.approx(0.007, abs=0.001)
 
 
 def test_long_contexts_and_replays_do_not_blur_times() -> None:

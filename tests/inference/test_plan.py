@@ -45,7 +45,7 @@ def test_ar_over_a_distance_takes_three_half_round_trips_a_byte() -> None:
 def test_a_silent_line_begins_slowly() -> None:
     """10 packets, then 20 after a round trip, then 40: 70 packets are there after two more."""
     line = Line("a", "b", rtt=0.1, rate=FAST)
-    packet = plan.PACKET
+    packet = plan.PAYLOAD
     for packets, waits in ((1, 0), (10, 0), (11, 1), (30, 1), (31, 2), (70, 2), (71, 3)):
         assert line.seconds(packets * packet) == pytest.approx(0.05, abs=0.001)
         took = line.seconds(packets * packet, silent=True)

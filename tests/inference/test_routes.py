@@ -42,6 +42,15 @@ def test_a_route_covers_every_block_once_and_in_order() -> None:
     assert numbers(best(stages, 4, trip)) == [2, 3, 1]
 
 
+def test_checkpoints_never_mix() -> None:
+    """Though every block is served, by stages that would fit together."""
+    other = Holding(Digest("e0" * 32), 1, 1, "fp32", "cpu")
+    stages = [stage(1, 0, 0), replace(stage(2, 1, 1), holding=other)]
+    with pytest.raises(Unreachable, match="No stage serves block 2"):
+        best(stages, 2, trip)
+    assert numbers(best([*stages, stage(3, 1, 1, rtt=0.9)], 2, trip)) == [1, 3]
+
+
 def test_fewer_stages_are_quicker() -> None:
     stages = [stage(1, 0, 0), stage(2, 1, 1), stage(3, 2, 2), stage(4, 0, 2)]
     assert numbers(best(stages, 3, trip)) == [4]

@@ -115,9 +115,15 @@ class HalfIndex:
                 self.connection.settimeout(0.05)
                 while stall and not index.over.is_set():
                     with suppress(TimeoutError):
-                        if not self.connection.recv(1):
+                        if self.hung_up():
                             index.left.set()  # pip is gone
                             return
+
+            def hung_up(self) -> bool:
+                try:
+                    return not self.connection.recv(1)
+                except ConnectionResetError:  # with half of it unread
+                    return True
 
             def log_message(self, *_: object) -> None:
                 pass

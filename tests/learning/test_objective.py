@@ -24,6 +24,7 @@ from blocktrain.learning.objective import (
     Recipe,
     Task,
     cross_entropy,
+    draw_shown,
     draw_spans,
     mask_spans,
     objective_for,
@@ -392,16 +393,34 @@ def test_the_noise_of_a_span_is_seen_both_ways_inside_it_and_not_before_it(
         assert not torch.equal(before[:, at], after[:, at])
 
 
-def test_the_loss_hides_spans_and_counts_every_position() -> None:
+def test_the_loss_hides_spans_and_counts_every_position_that_cannot_see_its_target() -> None:
     goal, batch = denoise_goal(masked_share=1.0, span=6), rows(50)
     seen = shown(goal, batch)
     hidden = seen.tokens == MASK
     assert bool((seen.tokens[~hidden] == batch[:, :-1][~hidden]).all())
-    assert set(hidden.sum(1).tolist()) == {1, 2, 3, 4, 5}
+    assert set(hidden.sum(1).tolist()) == {0, 1, 2, 3, 4, 5}
     assert seen.sight.mask is not None
     logits = Noise().logits(seen.raw, seen.z, seen.sigma)
-    expected = cross_entropy(logits, batch)
+    after = seen.sight.mask[:, 0].diagonal(1, 1, 2)  # whether position t sees the input after it
+    told = torch.nn.functional.pad(after & ~hidden[:, 1:], (0, 1))
+    assert 20 < int(told.sum()) < 100
+    expected = cross_entropy_of(logits, batch, ~told)
     torch.testing.assert_close(seen.loss, expected)
+
+
+def cross_entropy_of(logits: Tensor, batch: Tensor, asked: Tensor) -> Tensor:
+    logs = logits.log_softmax(-1).gather(-1, batch[:, 1:, None])[..., 0]
+    return -logs[asked].mean()
+
+
+def test_half_of_the_spans_show_nothing_and_the_others_any_share() -> None:
+    spans = torch.tensor([[2, 30]] * 4000)
+    known = draw_shown(spans, 40, torch.Generator().manual_seed(0))
+    assert not bool(known[:, :3].any() or known[:, 30:].any())
+    shares = known[:, 3:30].float().mean(1)
+    assert float((shares == 0).float().mean()) == pytest.approx(0.5, abs=0.05)
+    assert float(shares[shares > 0].mean()) == pytest.approx(0.5, abs=0.05)
+    assert not bool(draw_shown(torch.tensor([[5, 5]] * 50), 40, torch.Generator()).any())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.8, 1.0])

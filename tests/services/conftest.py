@@ -19,7 +19,8 @@ from blocktrain.learning.model import Shape
 from blocktrain.services.begin import Settings, Timing, begin
 from blocktrain.services.coordinator import Coordinator
 from blocktrain.services.run import Exchange, Pace, Run
-from blocktrain.services.worker import Wishes, Worker
+from blocktrain.services.wishes import Wishes
+from blocktrain.services.worker import Worker
 from blocktrain.wire.certificates import load_authority
 from blocktrain.wire.link import Link
 

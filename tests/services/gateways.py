@@ -27,8 +27,9 @@ from blocktrain.learning.model import Model, Shape
 from blocktrain.services.coordinator.door import Head
 from blocktrain.services.gateway import Gateway
 from blocktrain.services.gateway.app import House
-from blocktrain.wire.certificates import Authority, client_context
+from blocktrain.wire.certificates import Authority
 from blocktrain.wire.serving import Choice, Codec
+from blocktrain.wire.tls import client_context
 
 NAME = "tiny"
 PROMPT = "The river"

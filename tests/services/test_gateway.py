@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from starlette.routing import Route
 from tests.services.gateways import (
     DENOISE,
     NAME,
@@ -25,13 +27,22 @@ from tests.services.gateways import (
     until,
 )
 
+from blocktrain import metrics
 from blocktrain.errors import Unreachable
 from blocktrain.learning.model import Model, Shape
+from blocktrain.services.coordinator.door import HEAD_AT_MOST, HEAD_SECONDS
+from blocktrain.services.gateway.answers import STANDSTILL, STATUS_OF
 from blocktrain.services.gateway.app import House
+from blocktrain.services.gateway.door import BURST, WORDS_PER_SECOND
+from blocktrain.services.gateway.fair import Limits
 from blocktrain.services.gateway.keys import Keys
+from blocktrain.services.gateway.openai import DEFAULT_TOKENS, MAX_STOP, MAX_STOPS, Ask, Offer
 from blocktrain.wire.certificates import make_authority
+from blocktrain.wire.registry import LEASE
 
 __all__ = ["denoising", "model", "serve"]
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +82,7 @@ def test_the_answer_says_what_it_took(locked: tuple[Served, str]) -> None:
     served, key = locked
     answer = served.client(key).completions.create(**sampled(), extra_body={"mode": "ar"})
     report = answer.model_extra and answer.model_extra["blocktrain"]
-    assert (report["mode"], report["codec"], report["seed"]) == ("ar", "fp16", 5)
+    assert (report["mode"], report["codec"], report["seed"]) == ("ar", "int8", 5)
     assert (report["traversals"], report["bytes"], report["replays"]) == (24, 24, 0)
     assert (report["guessed"], report["accepted"], report["bytes_per_traversal"]) == (0, 0, 1.0)
     assert [hop["stage"] for hop in report["hops"]] == [f"{n:064x}" for n in range(3)] + [None]
@@ -159,7 +170,7 @@ def test_without_the_right_key_nothing_is_said(locked: tuple[Served, str]) -> No
             assert http.post(path, json={}).status_code == 401
         assert http.post("v1/watch", headers={"Authorization": key}).status_code == 401
         assert http.get("healthz").status_code == 200
-    assert served.here.begun.count("fp16") == len(served.here.begun)
+    assert served.here.begun.count("int8") == len(served.here.begun)
 
 
 def test_a_key_that_is_revoked_counts_no_more(serve: Serve, tmp_path: Path) -> None:
@@ -315,3 +326,41 @@ def test_the_route_says_what_is_served_and_by_whom(serve: Serve) -> None:
     assert told["modes"] == ["ar", "exact", "speculative"]
     assert told["stages"][0]["address"] == "10.0.0.1:9000"
     assert (told["served"], told["waiting"]) == (0, 0)
+
+
+# --- what is written about it ---------------------------------------------------------------------
+
+
+def test_the_document_names_every_route_field_number_and_metric(serve: Serve) -> None:
+    served = serve()
+    for route in served.gateway.app().routes:
+        assert isinstance(route, Route)
+        path = route.path.replace(":path", "")
+        for method in (route.methods or set()) - {"HEAD"}:
+            assert f"{method} `{path}`" in DOCUMENT or path.startswith("/static"), path
+    for field in Ask.__struct_fields__:
+        assert re.search(rf"`{field}`|penalties", DOCUMENT), field
+    report = served.client().completions.create(**sampled()).model_extra
+    assert report
+    shown = json.loads("{" + DOCUMENT.split("```json\n")[1].split("```")[0] + "}")["blocktrain"]
+    assert shown.keys() == report["blocktrain"].keys()
+    assert shown["hops"][0].keys() == report["blocktrain"]["hops"][0].keys()
+    offer, limits = Offer(), Limits()
+    for number in (
+        HEAD_AT_MOST, offer.max_body, offer.max_prompt, offer.max_tokens, DEFAULT_TOKENS,
+        limits.at_once, limits.at_once_each, limits.waiting, limits.waiting_each,
+    ):  # fmt: skip
+        assert f"{number:,}" in DOCUMENT, number
+    for words in (
+        f"within {HEAD_SECONDS:.0f} seconds",
+        f"within {STANDSTILL:.0f} seconds",
+        f"{WORDS_PER_SECOND:.0f} a second, {BURST:.0f} at once",
+        f"in the last {LEASE:.0f} seconds",
+        f"up to {MAX_STOPS} texts of up to {MAX_STOP} characters",
+    ):
+        assert words in DOCUMENT, words
+    names = re.findall(r"^# TYPE (\S+) ", metrics.render_serving().decode(), re.M)
+    for name in names:
+        assert f"`{name}" in DOCUMENT or name.endswith("_created"), name
+    for _, status in STATUS_OF:
+        assert f"\n| {status} |" in DOCUMENT, status

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from tests.services.gateways import (
@@ -31,13 +32,15 @@ from blocktrain.learning.model import Model
 from blocktrain.services.coordinator import door as heads
 from blocktrain.services.gateway import answers, door
 from blocktrain.services.gateway.fair import Limits
-from blocktrain.services.gateway.openai import MAX_BODY
+from blocktrain.services.gateway.openai import Offer
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, signing
 from blocktrain.wire.registry import Registry
-from blocktrain.wire.serving import Announce, Codec, Holding, Hop, Place, Stages
+from blocktrain.wire.serving import Announce, Codec, Heard, Holding, Hop, Place, Stages
 
 __all__ = ["denoising", "model", "serve"]
+
+MAX_BODY = Offer().max_body
 
 # --- taking turns ---------------------------------------------------------------------------------
 
@@ -91,7 +94,7 @@ def test_whoever_waits_in_line_is_told_so(serve: Serve) -> None:
         until(lambda: served.here.open == 1)
         with served.http() as http, http.stream("POST", "v1/watch", json=sampled()) as answer:
             lines = answer.iter_lines()
-            assert json.loads(next(lines)[6:]) == {"say": "waiting", "others": 1}
+            assert json.loads(next(lines)[6:]) == {"say": "waiting", "count": 1}
             served.here.held = False
             assert any('"ended"' in line for line in lines)
 
@@ -246,6 +249,25 @@ def test_garbage_is_no_request(serve: Serve, body: bytes) -> None:
             assert told.json()["error"]["message"].startswith("The request is not understood")
 
 
+def test_a_page_of_another_site_may_not_ask(serve: Serve) -> None:
+    served = serve()
+    with served.http(headers={"Sec-Fetch-Site": "cross-site"}) as http:
+        told = http.post("v1/completions", json=sampled())
+        assert (told.status_code, served.here.begun) == (403, [])
+        assert http.get("").status_code == 200  # a link to the playground is all right
+
+
+def test_a_body_that_is_broken_off_harms_nobody(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    with served.socket() as sock:
+        sock.sendall(post("v1/completions", sampled())[:-5])
+    with served.http() as http:
+        assert http.post("v1/completions", json=sampled()).status_code == 200
+    assert "Exception" not in caplog.text
+
+
 def test_paths_that_mean_nothing(serve: Serve) -> None:
     with serve().http() as http:
         for path in ("nowhere", "static/../app.py", "static/%2e%2e/app.py", "v1/stages"):
@@ -303,10 +325,15 @@ def test_any_other_error_is_ours(serve: Serve, model: Model) -> None:
 def test_a_silent_stream_is_kept_alive(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "HEARTBEAT", 0.05)
     served = serve()
+    served.here.held = True
+    asked = sampled(max_tokens=4, stream=True)
+    with served.http() as http, http.stream("POST", "v1/completions", json=asked) as told:
+        lines = told.iter_lines()
+        assert next(lines) == ": still here"  # though nothing has come of the text yet
+        served.here.held = False
+        assert "data: [DONE]" in [*lines]
     served.here.pause = 0.15
-    with served.http() as http, http.stream("POST", "v1/watch", json=sampled(max_tokens=4)) as told:
-        assert ": still here" in [*told.iter_lines()]
-    assert list(served.client().completions.create(**sampled(max_tokens=4), stream=True))
+    assert list(served.client().completions.create(**asked))
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -322,14 +349,27 @@ def announcement(key: signing.Key, by: signing.Key | None = None, **changes: Any
     return messages.encode(messages.Signed(body, who.id, signature))
 
 
+def announced(http: httpx.Client, key: signing.Key, **changes: Any) -> bytes:
+    """Announces, with the word that is asked for; what was said."""
+    word = None
+    for _ in range(2):
+        said = announcement(key, word=word, **changes)
+        heard = messages.decode(http.post("v1/stages", content=said).content, Heard)
+        word = heard.word
+    assert heard.taken
+    return said
+
+
 def test_stages_announce_themselves_and_leave(serve: Serve) -> None:
     registry, key = Registry(), signing.new_key()
     with serve(registry=registry).http() as http:
-        assert http.post("v1/stages", content=announcement(key)).json() == {"say": "done"}
+        overheard = announced(http, key)
         told = messages.decode(http.get("v1/stages").content, Stages)
         assert [each.place.stage for each in told.stages] == [key.id]
         assert registry.present(time.monotonic()) == told.stages
-        http.post("v1/stages", content=announcement(key, leaving=True))
+        announced(http, key, leaving=True)
+        again = http.post("v1/stages", content=overheard)
+        assert messages.decode(again.content, Heard).taken is False
         assert messages.decode(http.get("v1/stages").content, Stages).stages == []
 
 
@@ -351,15 +391,22 @@ def test_nobody_announces_another(serve: Serve) -> None:
 
 
 def test_one_address_cannot_fill_the_list(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "BURST", 5.0)
-    monkeypatch.setattr(door, "WORDS_PER_SECOND", 1.0)
-    registry = Registry()
+    registry = Registry(most_of_one=3)
     with serve(registry=registry).http() as http:
-        for _ in range(20):
+        for _ in range(3):
+            announced(http, signing.new_key())
+        key = signing.new_key()
+        word = http.post("v1/stages", content=announcement(key)).json()["word"]
+        told = http.post("v1/stages", content=announcement(key, word=word))
+        assert told.status_code == 400
+        assert "3 stages of this token or address" in told.text
+        monkeypatch.setattr(door, "WORDS_PER_SECOND", 0.0)
+        monkeypatch.setattr(door, "BURST", 5.0)
+        for _ in range(6):
             told = http.post("v1/stages", content=announcement(signing.new_key()))
         assert told.status_code == 429
         assert http.post("v1/completions", json=sampled()).status_code == 200
-    assert 5 <= len(registry.present(time.monotonic())) <= 8
+    assert len(registry.present(time.monotonic())) == 3
 
 
 # --- health ---------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def asked(offer: Offer = OFFER, objective: Any = "neighbours", **fields: Any) ->
 
 def test_a_request_says_what_is_wanted_and_the_rest_is_as_openai_has_it() -> None:
     wanted = asked(model="tiny", prompt="Hé")
-    assert (wanted.prompt, wanted.mode, wanted.codec) == ("Hé".encode(), "exact", "fp16")
+    assert (wanted.prompt, wanted.mode, wanted.codec) == ("Hé".encode(), "exact", "int8")
     assert (wanted.sampling.temperature, wanted.sampling.top_p) == (1.0, 1.0)
     assert wanted.sampling.length == openai.DEFAULT_TOKENS
     assert (wanted.stops, wanted.stream, wanted.usage, wanted.echo, wanted.logs) == (

@@ -20,13 +20,14 @@ from tests.services.gateways import until as until_true
 from blocktrain.inference import pipeline as pipelines
 from blocktrain.inference import reach
 from blocktrain.inference.pipeline import Pipeline
+from blocktrain.services.announcing import Voice
 from blocktrain.services.gateway.app import House
 from blocktrain.services.gateway.fair import Limits, Line
 from blocktrain.services.gateway.openai import Mode, Offer, Wanted, parse
 from blocktrain.services.gateway.telling import Begun, Ended, Event, Glimpse, Piece, Teller
 from blocktrain.wire import messages, signing
 from blocktrain.wire.registry import Registry
-from blocktrain.wire.serving import Announce, Holding, Place
+from blocktrain.wire.serving import Announce, Heard, Holding, Place
 
 
 def wanted(objective: Any, mode: Mode, **more: Any) -> Wanted:
@@ -127,10 +128,15 @@ class Town:
                 for process, key, (first, last) in self.there:
                     holding = Holding(self.network.digest, first, last, "fp32", "cpu 1")
                     place = Place(process.id, "127.0.0.1", process.port)
-                    body = messages.encode(Announce(place, holding, 0, 8))
-                    signature = signing.sign(key, body, "announce").hex()
-                    signed = messages.Signed(body, key.id, signature)
-                    http.post("v1/stages", content=messages.encode(signed)).raise_for_status()
+
+                    def say(said: Announce, key: signing.Key = key) -> Heard:
+                        body = messages.encode(said)
+                        signature = signing.sign(key, body, "announce").hex()
+                        signed = messages.Signed(body, key.id, signature)
+                        told = http.post("v1/stages", content=messages.encode(signed))
+                        return messages.decode(told.raise_for_status().content, Heard)
+
+                    Voice(say)(Announce(place, holding, 0, 8))
 
     def close(self) -> None:
         self.over.set()

@@ -150,7 +150,7 @@ def test_an_experiment_learns_and_reports(
         SMALL,
         shape=shape,
         task=Task(lookahead=1, masked_share=0.2, span=8),
-        pace=Pace(rounds=12, local_steps=5, batch=8),
+        pace=Pace(rounds=10, local_steps=3, batch=8),
     )
     here = lab(run, corpus, tmp_path)
     result = experiment(here, with_reference=True)
@@ -158,40 +158,59 @@ def test_an_experiment_learns_and_reports(
     assert result.ce_reference is not None
     assert result.ce_shallow is not None
     assert result.gap == pytest.approx(result.ce - result.ce_reference)
-    assert result.bytes_seen == 12 * 5 * 8 * 32
+    assert result.bytes_seen == 10 * 3 * 8 * 32
     assert len(result.per_block) == 2
     again = load_model(tmp_path)
     assert evaluate(again, corpus.test).ce == pytest.approx(result.ce, abs=1e-6)
     assert (tmp_path / "reference" / "history.jsonl").read_text().count("\n") == 10
 
 
+FOR_EVER = """
+# Trains for ever in a process of its own for every line; says its pid, its rounds, and its death.
+import os, sys, torch, torch._dynamo
+from pathlib import Path
+from blocktrain.learning.data import open_corpus
+from blocktrain.learning.model import Shape
+from blocktrain.services import lab
+from blocktrain.services.run import Pace, Run
+lab.SAVE_EVERY = 0.0
+shape = Shape(blocks=2, width=32, heads=2, window=32)
+pace = Pace(rounds=100_000, local_steps=1, batch=1)
+for line in sys.stdin:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        print("dead", flush=True)
+        continue
+    torch.set_num_threads(1)
+    print(os.getpid(), flush=True)
+    watch = lab.Watch(rounds=lambda done, total: print(done, flush=True), notes=1)
+    run, text = Run(shape=shape, pace=pace), open_corpus(sys.argv[1])
+    lab.Lab(run, text, Path(sys.argv[2]), torch.device("cpu"), watch).train()
+"""
+
+
 def test_kill_minus_nine_loses_no_saved_round(corpus: Corpus, tmp_path: Path) -> None:
     """A real process, killed at several instants while it saves after every round."""
     text = tmp_path / "words.txt"
     text.write_bytes(bytes(np.concatenate([corpus.train, corpus.valid, corpus.test])))
-    script = (
-        "import sys, torch; from pathlib import Path;"
-        "from blocktrain.services import lab as l, run as r;"
-        "from blocktrain.learning.data import open_corpus; from blocktrain.learning.model import *;"
-        "l.SAVE_EVERY = 0.0; torch.set_num_threads(1);"
-        "run = r.Run(shape=Shape(blocks=2, width=32, heads=2, window=32),"
-        " pace=r.Pace(rounds=100000, local_steps=1, batch=1));"
-        "w = l.Watch(rounds=lambda d, t: print(d, flush=True), notes=1);"
-        f"l.Lab(run, open_corpus({str(text)!r}), Path({str(tmp_path / 'out')!r}),"
-        " torch.device('cpu'), w).train()"
-    )
+    command = [sys.executable, "-c", FOR_EVER, str(text), str(tmp_path / "out")]
     reached = 0
-    for delay in (0.05, 0.13, 0.21):
-        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        began_at = int(child.stdout.readline())
-        assert began_at >= reached
-        while (seen := int(child.stdout.readline())) < began_at + 3:
-            pass
-        time.sleep(delay)
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        saved = json.loads((tmp_path / "out" / "state.json").read_text())
-        assert saved["round"] >= seen - 1
-        reached = saved["round"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        for delay in (0.05, 0.13, 0.21):
+            print(file=parent.stdin, flush=True)
+            child = int(parent.stdout.readline())
+            began_at = int(parent.stdout.readline())
+            assert began_at >= reached
+            while (seen := int(parent.stdout.readline())) < began_at + 3:
+                pass
+            time.sleep(delay)
+            os.kill(child, signal.SIGKILL)
+            while (line := parent.stdout.readline()) != "dead\n":
+                assert line
+            saved = json.loads((tmp_path / "out" / "state.json").read_text())
+            assert saved["round"] >= seen - 1
+            reached = saved["round"]

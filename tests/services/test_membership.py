@@ -11,8 +11,9 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from blocktrain.errors import BadInput, BadModel, NoBlob, NotAllowed
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.files import load_block, read_manifest
 from blocktrain.learning.local import parameters_of
+from blocktrain.services.announcing import Voice
 from blocktrain.services.begin import Settings, begin
 from blocktrain.services.coordinator.serving import LIFE
 from blocktrain.services.follow import Follower, fetch_blocks
@@ -32,7 +34,7 @@ from blocktrain.terms import Digest
 from blocktrain.wire import messages, owner, signing
 from blocktrain.wire.certificates import end_of_member, load_authority
 from blocktrain.wire.link import Link
-from blocktrain.wire.serving import Announce, Holding, Stages
+from blocktrain.wire.serving import Announce, Heard, Holding, Publish, Stages
 from blocktrain.wire.serving import Place as ServedAt
 from blocktrain.wire.signing import new_key
 from blocktrain.wire.tls import client_context, member_host, peer_id, server_context
@@ -46,9 +48,9 @@ def member(place: Place, folder: Path) -> Membership:
     return become_member(place.link(issued.token), issued.token, folder, "member")
 
 
-def announcement(id: str, port: int = 9000, **more: bool) -> Announce:
+def announcement(id: str, port: int = 9000, leaving: bool = False) -> Announce:
     holding = Holding(Digest("ab" * 32), 0, 1, "fp32", "cpu")
-    return Announce(ServedAt(id, "10.0.0.7", port), holding, sessions=1, room=3, **more)
+    return Announce(ServedAt(id, "10.0.0.7", port), holding, 1, 3, leaving)
 
 
 # --- papers ---------------------------------------------------------------------------------------
@@ -236,7 +238,31 @@ def test_nobody_announces_for_another(coordinate: Coordinate, tmp_path: Path) ->
         with pytest.raises(NotAllowed, match="signature"):
             ann.link.say("v1/stages", lie, messages.Done)
     assert ann.stages() == []
-    assert ann.link.say("v1/stages", right, messages.Done) == messages.Done()
+    assert ann.link.say("v1/stages", right, Heard).taken is False  # it has no word
+
+
+def test_what_a_stage_said_cannot_be_said_again(coordinate: Coordinate, tmp_path: Path) -> None:
+    """Not even by somebody who overheard its session, too."""
+    ann = member(coordinate(), tmp_path / "ann")
+    told: list[messages.Signed] = []
+    say = ann.link.say
+
+    def overheard(path: str, message: messages.Signed, *kinds: Any) -> Any:
+        told.append(message)
+        return say(path, message, *kinds)
+
+    ann.link.say = overheard  # type: ignore[method-assign, assignment]
+    ann.announce(announcement(ann.id))
+    ann.announce(announcement(ann.id, port=9001))
+    assert len(told) == 3  # the first one had no word
+    assert [each.place.port for each in ann.stages()] == [9001]
+    assert not any(say("v1/stages", each, Heard).taken for each in told)
+    assert [each.place.port for each in ann.stages()] == [9001]
+    ann.announce(announcement(ann.id, leaving=True))
+    assert not any(say("v1/stages", each, Heard).taken for each in told)
+    assert ann.stages() == []
+    ann.announce(announcement(ann.id))  # said by a thread that was slow: it has left
+    assert ann.stages() == []
 
 
 def test_however_many_announce_it_can_be_read(coordinate: Coordinate, tmp_path: Path) -> None:
@@ -247,7 +273,8 @@ def test_however_many_announce_it_can_be_read(coordinate: Coordinate, tmp_path: 
     crowd = [new_key().id for _ in range(1000)]
     for id in crowd:
         coordinator.office.door.members[id] = None  # type: ignore[index]
-        coordinator.serving.registry.hear(announcement(id), time.monotonic())
+        hear = partial(coordinator.serving.registry.hear, now=time.monotonic(), of=id)
+        Voice(hear)(announcement(id))
     assert 500 < len(ann.stages()) < 1000
 
 
@@ -325,6 +352,8 @@ def test_a_newer_checkpoint_takes_the_place_of_the_older(
     assert first.made["rounds"] == [0, 0]
     (folder / f"{first.blocks[1].file}.part").write_bytes(b"half")
     place.run_to_the_end(tmp_path / "workers", 2)
+    assert fetch_blocks(ann, [0])[1] == first
+    place.link().say("v1/served", Publish("newest"), owner.Checkpoint)
     again, last = fetch_blocks(ann, [0])
     assert again == folder
     assert last.digest != first.digest

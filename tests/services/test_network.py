@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,6 +174,22 @@ def test_ctrl_c_submits_what_was_trained(
     assert not any(seat.held for seat in place.keeper.state.blocks[0].seats)
 
 
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "blocktrain", "join", url, "--token", "a-token"]
+        with subprocess.Popen(
+            [*command, "--folder", str(tmp_path)], stderr=subprocess.PIPE, text=True
+        ) as child:
+            assert child.stderr is not None
+            link, _ = silent.accept()  # it has asked, and waits for an answer that does not come
+            with link:
+                child.send_signal(signal.SIGINT)
+                assert "once more to leave at once" in child.stderr.readline()
+                child.send_signal(signal.SIGINT)
+                assert child.wait(5) == 130
+
+
 def test_an_update_without_a_receipt_survives_kill_9(
     coordinate: Coordinate, tmp_path: Path
 ) -> None:
@@ -182,7 +199,7 @@ def test_an_update_without_a_receipt_survives_kill_9(
     submit, worker.submit_pending = worker.submit_pending, lambda: None  # type: ignore[method-assign]
     worker.turn()  # trained, written, and then the power went
     assert worker.gave.updates == 0
-    assert (worker.pending / "update.json").is_file()
+    assert (worker.notebook.pending / "update.json").is_file()
     del submit
     again = place.worker(tmp_path / "w", block=1)
     again.join()
@@ -192,6 +209,22 @@ def test_an_update_without_a_receipt_survives_kill_9(
         rounds = [receipt.round for receipt in r.receipts(0)]
     assert rounds[0] == 1
     assert len(set(rounds)) == len(rounds)
+
+
+def test_a_worker_that_is_let_in_again_counts_its_bytes_once(
+    coordinate: Coordinate, tmp_path: Path
+) -> None:
+    place = coordinate()
+    worker = place.worker(tmp_path / "w", block=1)
+    worker.join()
+    worker.turn()  # its receipt is remembered together with the bytes so far
+    worker.join()
+    assert worker.traffic() == messages.Traffic(worker.link.moved.sent, worker.link.moved.received)
+    worker.notebook.keep_traffic(before := worker.traffic())
+    again = place.worker(tmp_path / "w", block=1)  # another life
+    assert again.traffic().sent == 0
+    again.join()
+    assert again.traffic().sent == before.sent + again.link.moved.sent
 
 
 def test_the_optimiser_goes_on_where_it_was(coordinate: Coordinate, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ import pytest
 
 import blocktrain
 from blocktrain.aggregation.folder import owners_token
-from blocktrain.errors import BadInput, BadKey
+from blocktrain.commands.serve import wait_until_ready
+from blocktrain.errors import BadInput, BadKey, BadRun
 from blocktrain.inference.local import LocalSession
 from blocktrain.inference.pipeline import Pipeline
 from blocktrain.inference.session import Asked
@@ -27,9 +29,10 @@ from blocktrain.learning.files import read_manifest, save_model
 from blocktrain.learning.model import Model, Shape, new_block
 from blocktrain.learning.noise import Noise
 from blocktrain.services.begin import Settings, begin
+from blocktrain.services.belonging import Pass, belong
 from blocktrain.services.papers import admit, authority_in, member_in
 from blocktrain.services.run import Run
-from blocktrain.services.serving import Cast
+from blocktrain.services.serving import Cast, Serving
 from blocktrain.wire.serving import Choice
 
 SHAPE = Shape(blocks=3, layers=1, width=32, heads=2, window=48)
@@ -113,6 +116,22 @@ def test_a_model_is_served_with_one_command_and_outlives_a_stage(
         assert completed(told["url"], codec="fp32") == text
 
 
+def test_what_keeps_a_child_from_starting_is_told(tmp_path: Path, model: Path) -> None:
+    home = tmp_path / "home"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gateway = ["--open", "--port", str(taken.getsockname()[1])]
+        crew = Serving(home, model)
+        told = "gateway did not start: Cannot listen .* choose another --port"
+        with pytest.raises(BadRun, match=told), crew.up(3, gateway):
+            raise AssertionError
+    crew = Serving(home, model, Cast(stages=1, weights="bf17"))
+    with crew.up(3, ["--open", "--port", "0"]):
+        with pytest.raises(BadRun, match=r"stage-1-3-1 did not start: .*bf17"):
+            wait_until_ready(crew)
+        with pytest.raises(BadRun, match="is served with"), Serving(home, model).up(3, []):
+            raise AssertionError
+
+
 def completed(url: str, **more: Any) -> str:
     """What a gateway makes of a prompt."""
     asked = {"prompt": "The", "max_tokens": 24, "temperature": 0.8, "top_p": 0.95, "seed": 0}
@@ -153,6 +172,15 @@ def test_a_key_is_kept_and_a_certificate_is_new(tmp_path: Path) -> None:
     assert (tmp_path / "host" / "member.key").read_bytes() == key
     assert (tmp_path / "host" / "member.pem").read_bytes() != certificate
     assert member_in(tmp_path / "host").authority_pem == authority.pem
+
+
+def test_two_cannot_be_one_member(tmp_path: Path, model: Path) -> None:
+    admit(authority_in(tmp_path / "owner"), tmp_path / "host")
+    first = belong(str(model), Pass(papers=tmp_path / "host"))
+    with pytest.raises(BadRun, match="give another --papers"):
+        belong(str(model), Pass(papers=tmp_path / "host"))
+    first.close()
+    belong(str(model), Pass(papers=tmp_path / "host")).close()
 
 
 def test_without_papers_one_is_told_how_to_get_them(tmp_path: Path) -> None:

@@ -252,6 +252,28 @@ def test_a_bad_scale_spoils_its_tensor_and_no_other(codec: str) -> None:
     assert lazy.read("norm").shape == (3,)
 
 
+@pytest.mark.parametrize(("codec", "part"), [("int8", 1), ("int4", 1), ("int2", (1.5 / 7.5) ** 2)])
+def test_scales_bound_a_tensor_whatever_its_codes_are(codec: str, part: float) -> None:
+    shapes, found = shapes_of(SAMPLES), dict.fromkeys(SAMPLES, 0.0)
+    for code in (0x00, 0x7F, 0x80, 0xFF):
+        body = bytearray(encode(SAMPLES, codec))
+        for codes, _ in Body(body, codec, shapes).plan.places.values():
+            body[codes.begin : codes.begin + codes.part.size] = bytes([code]) * codes.part.size
+        whole = Body(body, codec, shapes)
+        for name in shapes:
+            square = float((whole.read(name).astype(np.float64) ** 2).sum())
+            assert square <= whole.ceiling(name)
+            found[name] = max(found[name], square)
+    # as large as can be, where the last block is whole
+    assert found["ordinary"] == pytest.approx(part * whole.ceiling("ordinary"))
+    assert whole.ceiling("Zeros") == whole.ceiling("empty") == 0
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16"])
+def test_without_scales_nothing_bounds_a_tensor(codec: str) -> None:
+    assert Body(encode(SAMPLES, codec), codec, shapes_of(SAMPLES)).ceiling("Zeros") == np.inf
+
+
 @pytest.mark.parametrize(
     "values", [SAMPLES, {}, {"ünï": normal(3), "Z": normal(2), "é": normal(1)}]
 )

@@ -10,7 +10,6 @@ memory is always the state on the disk, and a burst of updates costs one sync. S
 another thread: first blobs, then the transaction that names them.
 """
 
-import hashlib
 import logging
 import threading
 import time
@@ -25,48 +24,39 @@ from msgspec.structs import replace
 
 from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation import rounds, state
-from blocktrain.aggregation.combine import norm, refusal
 from blocktrain.aggregation.events import (
     Asked,
     Assigned,
     Banned,
     Combine,
     Combined,
-    Dropped,
     Effect,
     Effects,
     Ended,
     Event,
-    Extended,
     Freed,
     Heard,
     Idle,
     Left,
     Opened,
-    Refused,
-    Salvaged,
     Spoiled,
     Submitted,
     Tick,
     Verdict,
 )
 from blocktrain.aggregation.events import Receipt as Decided
-from blocktrain.aggregation.ledger import (
-    Ledger,
-    Receipt,
-    Transaction,
-    WorkerId,
-)
+from blocktrain.aggregation.inspection import Inspector
+from blocktrain.aggregation.ledger import Ledger, Transaction, WorkerId
+from blocktrain.aggregation.notes import note_effects, note_traffic
+from blocktrain.aggregation.receipts import give_receipt, name_of
 from blocktrain.aggregation.state import State
 from blocktrain.aggregation.store import Store
-from blocktrain.aggregation.versions import Maker, signed_by
+from blocktrain.aggregation.versions import Maker
 from blocktrain.aggregation.words import spoken
-from blocktrain.errors import BadRun, BadTensors, BlockTrainError, NoBlob
-from blocktrain.terms import Digest
+from blocktrain.errors import BadRun, BlockTrainError
 from blocktrain.wire import messages
 from blocktrain.wire.messages import Signed, Traffic, Update
 from blocktrain.wire.signing import Key
-from blocktrain.wire.tensors import Body
 
 RETRY = 2.0  # seconds between attempts at what a full disk held up
 PRUNE_EVERY = 30.0  # seconds
@@ -98,11 +88,11 @@ class Keeper:
             raise BadRun("There is no run in this folder yet; make one with blocktrain init.")
         self.charter, self.run = charters.decode(run.config), charters.run_id(run.config)
         self.charter_bytes, self.created = run.config, run.created
+        self.inspector = Inspector(ledger, store, self.charter)
         self.maker = Maker(ledger, store, self.charter, self.run, key)
         self.state = state.rebase(state.decode(kept), time.monotonic())
         self.changed: Callable[[bool], None] = lambda work: None
         """Told after every turn; `work` says that those who wait for work should ask again."""
-        self.norms: dict[Digest, float] = {}
         self.door = threading.Condition()
         self.waiting: deque[Piece[Any]] = deque()
         self.closing = False
@@ -151,10 +141,10 @@ class Keeper:
 
         Looks at the content first, in the caller's thread.
         """
-        name = Digest(hashlib.sha256(signed.body).hexdigest())
+        name = name_of(signed)
         with self.ledger.reading() as r:
             known = r.receipt(name) is not None  # what it built on may be forgotten by now
-        why = None if known else self._objection(update)
+        why = None if known else self.inspector.objection(update)
 
         def work(t: Transaction, now: State, clock: float) -> Turn[bytes]:
             if standing := t.receipt(name):
@@ -175,76 +165,9 @@ class Keeper:
             for effect in effects:
                 if isinstance(effect, Decided) and effect.update == name:
                     verdict = effect.verdict
-            return after, effects, self._receipt(t, signed, update, verdict)
+            return after, effects, give_receipt(t, self.key, signed, update, verdict)
 
         return self._tell(work)
-
-    def _objection(self, update: Update) -> str | None:
-        """What is wrong with the content, if something is."""
-        if not 0 <= update.block < len(self.charter.blocks):
-            return f"There is no block {update.block} in this run; ask for an assignment."
-        with self.ledger.reading() as r:
-            base = r.version(update.block, update.round - 1)
-        if base is None or base.snapshot != update.base:
-            return "It does not build on the snapshot of its round; ask for an assignment."
-        if self.store.size(base.snapshot) is None:  # not kept any more
-            return f"Round {update.round} is too long ago to build on; ask for a new assignment."
-        shapes = self.charter.shapes(update.block)
-        # A pruning that is under way does not know yet that an update names the blob.
-        if self.store.size(update.blob) is None or not self.store.renew(update.blob):
-            raise NoBlob("The update's tensors are not here; send the blob first.")
-        try:
-            body = Body(self.store.view(update.blob), self.charter.codec, shapes)
-            return refusal(body, self._norm(base.snapshot, update.block))
-        except BadTensors as error:
-            return str(error)
-
-    def _norm(self, snapshot: Digest, block: int) -> float:
-        """Of a snapshot; remembered, since every update of a round is compared with it."""
-        found = self.norms.get(snapshot)
-        if found is None:
-            shapes = self.charter.shapes(block)
-            found = norm(Body(self.store.view(snapshot), "fp32", shapes).read, shapes)
-            # A new one, since other threads look at the old one.
-            last = [*self.norms.items()][-4 * len(self.charter.blocks) :]
-            self.norms = {**dict(last), snapshot: found}
-        return found
-
-    def _receipt(
-        self, t: Transaction, signed: Signed, update: Update, verdict: Verdict | str
-    ) -> bytes:
-        """Writes down what became of the update; returns it as signed."""
-        name = Digest(hashlib.sha256(signed.body).hexdigest())
-        match verdict:
-            case str() as why:
-                word, round, factor = "refused", 0, 0.0
-            case Refused(sentence=why):
-                word, round, factor = "refused", 0, 0.0
-            case Salvaged(round=round, factor=factor):
-                word, why = "salvaged", f"It came late and counts for round {round} by {factor}."
-            case _:
-                word, round, factor, why = "taken", verdict.round, verdict.factor, ""
-        receipt = messages.Receipt(name, update.worker, word, round, factor, why[:400])
-        body = messages.encode(signed_by(self.key, receipt, "receipt"))
-        t.give_receipt(
-            Receipt(
-                update=name,
-                blob=update.blob,
-                worker=WorkerId(update.worker),
-                block=update.block,
-                round=update.round,
-                slot=update.slot,
-                bytes_trained=update.bytes_trained,
-                verdict="refused" if word == "refused" else "taken",
-                reason=why,
-                signed=messages.encode(signed),
-                receipt=body,
-                given=time.time(),
-            )
-        )
-        detail = {"block": update.block, "round": update.round, "slot": update.slot}
-        t.note(word, {**detail, "worker": update.worker, "why": why}, time.time())
-        return body
 
     # --- what the owner wants ---------------------------------------------------------------------
 
@@ -320,7 +243,7 @@ class Keeper:
                     try:
                         with t.whole():
                             after, effects, value = piece.work(t, now, clock)
-                            self._note(t, effects)
+                            note_effects(t, effects)
                     except Exception as error:  # this piece alone is undone, whatever it was
                         if not isinstance(error, BlockTrainError):
                             log.exception("a bug: nothing of this request has happened")
@@ -343,26 +266,6 @@ class Keeper:
             self._act(effect)
         self.changed(any(isinstance(effect, Opened | Freed | Ended) for effect in said))
         return True
-
-    def _note(self, t: Transaction, effects: Effects) -> None:
-        """What people may want to know."""
-        now = time.time()
-        for effect in effects:
-            match effect:
-                case Opened(block, round, seconds):
-                    t.note("opened", {"block": block, "round": round, "seconds": seconds}, now)
-                case Extended(block, round, seconds):
-                    t.note("extended", {"block": block, "round": round, "seconds": seconds}, now)
-                case Freed(worker, block, round, slot):
-                    detail = {"worker": worker, "block": block, "round": round, "slot": slot}
-                    t.note("freed", detail, now)
-                case Dropped(update, block, round):
-                    t.drop(update, now)
-                    t.note("dropped", {"update": update, "block": block, "round": round}, now)
-                case Ended():
-                    t.note("ended", {}, now)
-                case _:
-                    pass
 
     def _act(self, effect: Effect) -> None:
         with self.door:
@@ -406,13 +309,3 @@ class Keeper:
 
 def _tick(t: Transaction, now: State, clock: float) -> Turn[None]:
     return (*rounds.step(now, Tick(), clock), None)
-
-
-def note_traffic(t: Transaction, worker: str, traffic: Traffic) -> None:
-    """Workers tell what they have moved in all; it never shrinks."""
-    known = t.worker(WorkerId(worker))
-    if known is not None:
-        sent = max(0, traffic.sent - known.bytes_sent)
-        received = max(0, traffic.received - known.bytes_received)
-        if sent or received:
-            t.add_traffic(known.id, sent, received)

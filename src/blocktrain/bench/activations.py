@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from blocktrain.inference.choice import logs_of
 from blocktrain.inference.layout import equal_parts
-from blocktrain.inference.span import Span, logs_of
+from blocktrain.inference.span import Span
 from blocktrain.learning.data import Text
 from blocktrain.learning.evaluate import windows
 from blocktrain.learning.files import read_manifest

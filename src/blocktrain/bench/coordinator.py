@@ -53,9 +53,10 @@ from blocktrain.disk import write_atomically
 from blocktrain.errors import BadInput, BadRun
 from blocktrain.terms import Progress, silent
 from blocktrain.wire import tensors
-from blocktrain.wire.certificates import make_authority, trust_by_fingerprint
+from blocktrain.wire.certificates import make_authority
 from blocktrain.wire.codecs import CODECS
 from blocktrain.wire.signing import load_or_make_key
+from blocktrain.wire.tls import trust_by_fingerprint
 
 TENSORS, COLUMNS = 14, 128  # as many as a block of the default model has, and as wide
 BEAT = 20.0  # seconds between two words of a real worker while it trains, at the default lease

@@ -24,7 +24,7 @@ from blocktrain.learning.model import Model, Shape, new_block
 from blocktrain.learning.noise import Noise
 from blocktrain.services.papers import admit, authority_in
 from blocktrain.terms import Progress, silent
-from blocktrain.wire.serving import Choice, Codec
+from blocktrain.wire.serving import USUAL, Choice, Codec
 
 STAGES = 3
 UNCOUNTED = 2  # traversals at the beginning: links open, memory is touched for the first time
@@ -45,7 +45,7 @@ class Trial:
     """CPU threads of each stage, and of the one process."""
     repeats: int = 15
     """Traversals of each side."""
-    codec: Codec = "fp16"
+    codec: Codec = USUAL
     """How rows travel."""
 
     def __post_init__(self) -> None:

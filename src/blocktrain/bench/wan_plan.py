@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from blocktrain.bench.wan import HOSTS, Models
+from blocktrain.bench.wan import HOSTS, Models, Trial
 from blocktrain.bench.wan_rows import Kind
 from blocktrain.inference import layout, plan, survey
 from blocktrain.inference.layout import Host, Layout
@@ -19,9 +19,14 @@ class Planner:
         self._models, self._length, self._other = models, length, other
         self._speed, self._reach = cache(self._measure_speed), cache(self._measure_reach)
 
-    def __call__(self, kind: Kind) -> float:
-        """Bytes per second."""
-        return self.forecast(kind).bytes_per_s
+    def all(self, trial: Trial) -> dict[Kind, Forecast]:
+        """Every row of the table."""
+        kinds = {
+            (wan.rtt_ms, wan.mbit, job.temperature, job.mode, job.traversals): None
+            for wan in trial.networks
+            for job in self._models.jobs(trial)
+        }
+        return {kind: self.forecast(kind) for kind in kinds}
 
     def forecast(self, kind: Kind) -> Forecast:
         """For one row of the table."""

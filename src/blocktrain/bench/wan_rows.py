@@ -1,19 +1,18 @@
 """The table of `bench wan`: medians over prompts, beside what was forecast."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any
 
 from blocktrain.bench.wan import Text
 from blocktrain.bench.wan_driver import Made
-from blocktrain.inference.plan import Mode
+from blocktrain.inference.plan import Forecast, Mode
 
 Row = dict[str, Any]
 Kind = tuple[float, float, float, Mode, int]
 """Round trip, rate, temperature, mode, and the traversals that `whole` was asked for."""
-Planned = Callable[[Kind], float]
-"""Bytes per second as they were forecast."""
+Planned = Mapping[Kind, Forecast]
 ORDER: tuple[Mode, ...] = ("ar", "speculative", "exact", "whole")
 
 
@@ -41,7 +40,7 @@ def row(kind: Kind, texts: list[Text], ar: dict[tuple[float, ...], Text], planne
         "traversals": median(each.traversals for each in made),
         "wire_bytes_per_byte": median(each.sent / len(each.text) for each in made),
         "first_byte_ms": median(1000 * each.first_byte for each in made),
-        "planned_bytes_per_s": planned(kind),
+        "planned_bytes_per_s": planned[kind].bytes_per_s,
         "bytes_per_traversal": median(len(each.text) / each.traversals for each in made),
         "accepted": accepted(made),
         "times_ar": median(other.rate / one.rate for one, other in beside) if beside else None,

@@ -1,5 +1,6 @@
 """blocktrain coordinator: keeps a run over HTTP, for as long as it takes. Imports no torch."""
 
+import logging
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,8 +48,9 @@ def coordinator(
         if output.json:
             print_json({"url": url, "run": run.id, "fingerprint": finger})
         trust = f" --fingerprint {finger}" if finger else ""
-        output.say(f"run {run.id[:16]}, dashboard at {url}")
-        output.say(f"workers: blocktrain join {url} --token TOKEN{trust}")
+        tell = logging.getLogger(__name__).info if log == "json" else output.say
+        tell(f"run {run.id[:16]}, dashboard at {url}")
+        tell(f"workers: blocktrain join {url} --token TOKEN{trust}")
         serve(app, sock, papers)
 
 

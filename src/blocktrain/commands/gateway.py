@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,10 +14,12 @@ from blocktrain.commands.listen import Listen, listening, log_as, serve
 from blocktrain.console import PLAIN, Out, Output, print_json
 from blocktrain.errors import BadInput
 from blocktrain.inference.pipeline import Pipeline, Source
-from blocktrain.services.belonging import Belonging, Pass, belong
+from blocktrain.services.belonging import Belonging, Pass, belong, watch_served
 from blocktrain.services.gateway.app import Gateway, House
 from blocktrain.services.gateway.keys import Keys
 from blocktrain.services.gateway.openai import Offer
+from blocktrain.services.papers import keep_papers
+from blocktrain.terms import Digest
 from blocktrain.wire.registry import Registry
 from blocktrain.wire.serving import Announce
 
@@ -61,16 +64,19 @@ def gateway(
     log_as(at.log)
     if at.tls == "auto" and at.authority is None:
         raise BadInput("--tls auto needs the authority's folder; give --authority FOLDER.")
-    mine = belong(model, by)
+    mine = belong(model, by, role="gateway")
     source, registry = stages_from(at, mine)
     manifest = mine.fetch([])[1]
     papers = mine.member.papers.certificate.parent
     keys = None if at.open else Keys(papers / "keys.json")
-    house = House(name, offer, keys=keys, registry=registry)
     pipeline = Pipeline(manifest.shape, manifest.digest, *mine.member, source)
+    upkeep = upkeep_of(pipeline, mine, output)
+    house = House(name, offer, keys=keys, registry=registry, upkeep=upkeep)
     shown, authority = at.papers(at.authority or papers)
     with listening(at) as (sock, url):
         tell(url, authority.fingerprint if authority else None, output)
+        if keys and not keys.current():
+            output.say(f"Nobody has an API key yet; make one: blocktrain keys issue {papers} NAME")
         serve(Gateway(pipeline, house).app(at.base_path), sock, shown)
 
 
@@ -86,6 +92,18 @@ def stages_from(at: At, mine: Belonging) -> tuple[Source, Registry | None]:
         return registry.present(time.monotonic())
 
     return announced, registry
+
+
+def upkeep_of(
+    pipeline: Pipeline, mine: Belonging, output: Output
+) -> list[Callable[[], Coroutine[None, None, None]]]:
+    """What a pipeline needs for as long as it is up: papers that do not end, the right model."""
+
+    async def follow(model: Digest) -> None:
+        pipeline.follow(model)
+
+    work = [partial(keep_papers, mine.renew, pipeline.renew, output.say)]
+    return [*work, partial(watch_served, mine.served, follow)] if mine.served else [*work]
 
 
 def tell(url: str, fingerprint: str | None, output: Output) -> None:

@@ -12,9 +12,10 @@ from cyclopts import Parameter
 
 from blocktrain.console import PLAIN, Out, bar
 from blocktrain.disk import errors_are_clear, lock
-from blocktrain.services.worker import Wishes, Worker
-from blocktrain.wire.certificates import trust_by_fingerprint
+from blocktrain.services.wishes import Wishes
+from blocktrain.services.worker import Worker
 from blocktrain.wire.link import Link
+from blocktrain.wire.tls import trust_by_fingerprint
 
 WISHES = Wishes()
 

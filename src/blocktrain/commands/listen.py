@@ -15,7 +15,8 @@ from starlette.applications import Starlette
 
 from blocktrain.errors import BadInput
 from blocktrain.services.coordinator.door import Head
-from blocktrain.wire.certificates import Authority, Papers, load_authority
+from blocktrain.wire.certificates import Authority, load_authority
+from blocktrain.wire.tls import Papers
 
 KEEP_ALIVE = 75  # seconds; a worker that trains for a minute keeps its connection
 GOOD_BYE = 3  # seconds that open requests have when the service stops

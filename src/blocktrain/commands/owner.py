@@ -11,8 +11,8 @@ from blocktrain.aggregation import backup
 from blocktrain.aggregation.folder import owners_token
 from blocktrain.console import PLAIN, Out, bar, print_json
 from blocktrain.wire import messages, owner
-from blocktrain.wire.certificates import trust_by_fingerprint
 from blocktrain.wire.link import Link
+from blocktrain.wire.tls import trust_by_fingerprint
 
 PATIENCE = 10.0  # seconds: a person waits
 

@@ -14,7 +14,7 @@ from blocktrain.inference import plan as law
 from blocktrain.inference.plan import Forecast, Task, Way
 from blocktrain.learning.data import open_corpus
 from blocktrain.learning.files import read_manifest
-from blocktrain.wire.serving import Codec
+from blocktrain.wire.serving import USUAL, Codec
 
 PROMPTS = 6  # that guesses are counted on
 
@@ -29,7 +29,7 @@ class Wish:
     """Bytes of a prompt."""
     temperature: float = 0.8
     """0 is greedy."""
-    codec: Codec = "fp16"
+    codec: Codec = USUAL
     """How activations travel: fp32, fp16 or int8."""
     traversals: int = 8
     """That whole takes."""

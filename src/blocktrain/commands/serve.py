@@ -59,7 +59,7 @@ def serve(
     gateway += [] if front.keys else ["--open"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # children are told to stop too
     with suppress(KeyboardInterrupt), crew.up(manifest.shape.blocks, gateway):
-        wait_until_ready(crew.url)
+        wait_until_ready(crew)
         tell(crew, output)
         while True:
             for name in crew.look_after():
@@ -67,15 +67,17 @@ def serve(
             time.sleep(LOOK)
 
 
-def wait_until_ready(url: str) -> None:
+def wait_until_ready(crew: Serving) -> None:
     """Until every block is served."""
     deadline = time.monotonic() + READY
     while time.monotonic() < deadline:
+        crew.refuse_dead()
         with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/healthz", trust_env=False).status_code == 200:
+            if httpx.get(f"{crew.url}/healthz", trust_env=False).status_code == 200:
                 return
         time.sleep(0.1)
-    raise Unreachable(f"Not every block is served within {READY:.0f} s; see the logs.")
+    logs = crew.folder / "logs"
+    raise Unreachable(f"Not every block is served within {READY:.0f} s; see {logs}.")
 
 
 def tell(crew: Serving, output: Output) -> None:

@@ -44,6 +44,18 @@ class Who:
 
 
 WHO = Who()
+SHOWN = {
+    "mode": "mode",
+    "temp": "temperature",
+    "ms": "rtt_ms",
+    "Mbit/s": "mbit",
+    "bytes/s": "bytes_per_s",
+    "planned": "planned_bytes_per_s",
+    "x ar": "times_ar",
+    "traversals": "traversals",
+    "as ar": "identical",
+}
+"""Of a row, what fits on a terminal."""
 
 
 def wan(
@@ -67,10 +79,12 @@ def wan(
         corpus = open_corpus(who.data, progress)
     given = prompts(corpus.test, trial.prompts, PROMPT)
     models = wan_bench.Models(who.model, who.whole_model, given)
-    planner = Planner(models, trial.length, prompts(corpus.valid, SURVEYED, PROMPT))
+    with bar("planning"):
+        other = prompts(corpus.valid, SURVEYED, PROMPT)
+        planned = Planner(models, trial.length, other).all(trial)
     if not who.whole_model:
         output.say("No row is of whole: that needs a model of its own (--whole-model).")
-    rows = wan_rows.rows(wan_bench.measure(trial, models, out, output.say), planner)
+    rows = wan_rows.rows(wan_bench.measure(trial, models, out, output.say), planned)
     quality, verdict = [], ""
     if who.whole_model:
         judged, sampled = prompts(corpus.test, who.judged, PROMPT), max(trial.temperature)
@@ -85,7 +99,7 @@ def wan(
         write_atomically(out / "wan.json", msgspec.json.encode(found))
         wan_picture.draw(rows, out / "wan.png")
     if not output.json:
-        output.rows(rows, "WAN")
+        output.rows([{name: row[key] for name, key in SHOWN.items()} for row in rows], "WAN")
         if quality:
             output.rows(quality, "Quality")
             output.say(verdict)

@@ -1,9 +1,11 @@
-"""blocktrain stage|admit: hold some blocks of a model for others to read through."""
+"""blocktrain stage|admit|publish: hold some blocks of a model for others to read through."""
 
 import asyncio
 import os
 import signal
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,16 +13,19 @@ import psutil
 import torch
 from cyclopts import Parameter
 
+from blocktrain.commands.owner import NOBODY, Asking
 from blocktrain.console import PLAIN, Out, Output, bar, print_json
 from blocktrain.inference import coverage
 from blocktrain.inference.span import Span
 from blocktrain.inference.stage import Stage
 from blocktrain.learning.files import Manifest
-from blocktrain.services.announcing import announced
-from blocktrain.services.belonging import Belonging, Pass, belong
+from blocktrain.services.announcing import announced, beside
+from blocktrain.services.belonging import Belonging, Pass, belong, watch_served
 from blocktrain.services.papers import admit as make_member
-from blocktrain.services.papers import authority_in
-from blocktrain.wire.serving import Announce, Holding, Place, Weights
+from blocktrain.services.papers import authority_in, keep_papers
+from blocktrain.terms import Digest
+from blocktrain.wire.owner import Checkpoint
+from blocktrain.wire.serving import Announce, Holding, Place, Publish, Weights
 from blocktrain.wire.signing import load_key
 
 KEPT_FREE = 2**29  # bytes for texts and for what a step needs
@@ -75,11 +80,16 @@ def stage(
         torch.set_num_threads(held.threads)
     with bar("blocks") as progress:
         mine = belong(model, by, where.announce, progress)
+        manifest = mine.fetch([])[1]
         others = [each.holding for each in mine.present()] if mine.present else []
-        first, last = span_for(held, mine.fetch([])[1], others)
+        first, last = span_for(held, manifest, others)
         folder, _ = mine.fetch(range(first, last + 1))
-    span = Span.open(folder, first, last, held.weights)
-    asyncio.run(keep(span, mine, where, output))
+    while True:
+        span = Span.open(folder, first, last, held.weights)
+        port = asyncio.run(keep(span, mine, where, output))
+        if port is None:
+            return
+        where = replace(where, port=port)
 
 
 def admit(authority: Path, member: Path, *, output: Out = PLAIN) -> None:
@@ -96,34 +106,70 @@ def admit(authority: Path, member: Path, *, output: Out = PLAIN) -> None:
     output.result({"member": load_key(made.papers.key).id, "papers": str(member)}, "Admitted")
 
 
-async def keep(span: Span, mine: Belonging, where: Where, out: Output) -> None:
-    """Serves until a signal comes; the second one ends it at once."""
+def publish(url: str, *, asking: Asking = NOBODY, output: Out = PLAIN) -> None:
+    """Let all stages of a run serve its newest checkpoint, which they fetch by themselves.
+
+    Parameters
+    ----------
+    url: str
+        The run's coordinator.
+    """
+    with closing(asking.link(url)) as link:
+        found = link.say("v1/served", Publish("newest"), Checkpoint)
+    output.result({"rounds": [version.round for version in found.versions]}, "Served")
+
+
+async def keep(span: Span, mine: Belonging, where: Where, out: Output) -> int | None:
+    """Serves until a signal comes; the second one ends it at once.
+
+    Or until all stages serve another checkpoint, and its blocks are here: then it returns the port.
+    """
     async with Stage(span, *mine.member, where.host, where.port) as server:
-        place = Place(server.id, where.public or where.host, server.port)
+        place, holding = Place(server.id, where.public or where.host, server.port), span.holding
         told = {"stage": place.stage, "host": place.host, "port": place.port}
-        blocks = [span.holding.first + 1, span.holding.last + 1]
+        blocks = [holding.first + 1, holding.last + 1]
         if out.json:
-            print_json({**told, "blocks": blocks})
+            print_json({**told, "blocks": blocks, "model": holding.model})
         out.say(f"blocks {blocks[0]}-{blocks[1]} at {place.host}:{place.port}")
 
-        leaving = asyncio.Event()
+        leaving, over = asyncio.Event(), asyncio.Event()
+
+        def leave() -> None:
+            leaving.set()
+            over.set()
 
         def now() -> Announce:
-            return Announce(place, span.holding, server.sessions, server.room, leaving.is_set())
+            return Announce(place, holding, server.sessions, server.room, leaving.is_set())
 
-        for each in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(each, leaving.set)
-        async with announced(mine.announce, now, out.say):
-            await leaving.wait()
-        out.say("Leaving when the present texts have ended; once more to leave at once.")
-        for each in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(each, os._exit, 130)
+        async def move(model: Digest) -> None:
+            if model != holding.model:
+                out.say("All stages are to serve another checkpoint; fetching its blocks.")
+                await asyncio.to_thread(mine.fetch, range(holding.first, holding.last + 1))
+                over.set()
+
+        handle_signals(leave)
+        work = [keep_papers(mine.renew, server.renew, out.say)]
+        if mine.served:
+            work.append(watch_served(mine.served, move))
+        async with beside(*work), announced(mine.announce, now, out.say):
+            await over.wait()
+        if leaving.is_set():
+            out.say("Leaving when the present texts have ended; once more to leave at once.")
+            handle_signals(os._exit, 130)
         await server.leave()
+        return None if leaving.is_set() else server.port
+
+
+def handle_signals(handler: Callable[..., object], *given: object) -> None:
+    """What happens when somebody wants this process to end."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(each, handler, *given)
 
 
 def span_for(held: Held, manifest: Manifest, others: list[Holding]) -> tuple[int, int]:
-    """Which blocks to hold, where others hold those."""
+    """Which blocks to hold, where others hold those of the same model."""
     if held.blocks != "auto":
         return coverage.parse(held.blocks, manifest.shape.blocks)
     sizes = [int(entry.bytes * OF_FILE[held.weights]) for entry in manifest.blocks]
+    others = [each for each in others if each.model == manifest.digest]
     return coverage.least_covered(others, sizes, psutil.virtual_memory().available - KEPT_FREE)

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from rich.live import Live
 from rich.table import Table
 
-from blocktrain import console
+from blocktrain import console, generate
 from blocktrain.aggregation.folder import LEDGER
 from blocktrain.commands.lab import FLAGS, RunFlags
 from blocktrain.console import PLAIN, Out, bar, print_json
@@ -20,6 +20,7 @@ from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.device import choose, threads
 from blocktrain.learning.evaluate import evaluate
 from blocktrain.learning.files import save_model
+from blocktrain.learning.model import Model
 from blocktrain.services import picture
 from blocktrain.services.begin import Settings, Timing, begin
 from blocktrain.services.embedded import Embedded, status
@@ -31,6 +32,7 @@ from blocktrain.wire.owner import Status
 NOTES = 10  # how often, in a whole run, CE of a sample is measured
 SETTINGS = "settings.json"
 LOOK = 0.5  # seconds between two looks at the run
+PROMPT, SAMPLE = 64, 200  # bytes of the test split, and those that the model writes after them
 # A run on one machine knows its workers: nobody else comes, so a silent one is soon given up.
 TIMING = Timing(lease=15.0, grace=1.0)
 
@@ -99,8 +101,10 @@ def train(
         lines["reference"] = here.reference_line
     picture.curves(lines, folder / "curve.png")
     output.say(f"model in {folder}, plot in {folder / 'curve.png'}")
+    output.say(f"sample: {readable_text(result['sample'])}")
     if not output.json:
-        output.result(result, "Test split, honest readout, nats per byte")
+        told = {key: value for key, value in result.items() if key != "sample"}
+        output.result(told, "Test split, honest readout, nats per byte")
     print_json(result)
 
 
@@ -172,7 +176,19 @@ def watch(crew: Embedded, corpus: Corpus, out: Path, output: Out) -> dict[str, A
         "updates": sum(block.taken + block.late for block in now.blocks),
         "refused": sum(block.refused for block in now.blocks),
         "seconds": time.monotonic() - began,
+        "sample": sample(model, corpus),
     }
+
+
+def sample(model: Model, corpus: Corpus) -> str:
+    """What the model makes of a beginning that it was not trained on."""
+    prompt = corpus.test[:PROMPT].tobytes().decode(errors="replace")
+    return "".join(generate(model, prompt, SAMPLE))
+
+
+def readable_text(text: str) -> str:
+    """Text that a terminal only shows: a model may write anything."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def looked(link: Link) -> Status | None:

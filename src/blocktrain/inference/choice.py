@@ -10,6 +10,7 @@ Letters: R rows, V vocabulary.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -57,6 +58,12 @@ def chosen(logs_RV: Tensor | Array, choice: Choice) -> list[int]:
         scores_RV = likely(scores_RV / choice.temperature, choice.top_p)
         scores_RV = scores_RV + gumbel(choice.seed, choice.at, len(scores_RV))
     return [int(byte) for byte in scores_RV.argmax(-1)]
+
+
+def logs_of(logs_RV: Tensor, made: list[int]) -> list[float]:
+    """The model's own log-probability of each of these bytes."""
+    index_R1 = torch.tensor(made, dtype=torch.long)[:, None]
+    return [float(log) for log in logs_RV.gather(1, index_R1)]
 
 
 def likely(scores_RV: NDArray[np.float64], top_p: float) -> NDArray[np.float64]:

@@ -259,10 +259,10 @@ class Desk:
             trouble = self._trouble(said, "forgotten", "The step before this one failed here.")
         except BlockTrainError as error:
             trouble = self._trouble(said, "wrong", str(error))
-        except Exception:  # the others' texts must go on
+        except Exception:  # the others' texts must go on, and this one at another stage
             LOG.exception("a step failed")
             words = "The stage failed at this step; look into its log."
-            trouble = self._trouble(said, "wrong", words)
+            trouble = self._trouble(said, "unreachable", words)
         return Outcome(trouble)
 
     # It goes on.
@@ -282,6 +282,8 @@ class Desk:
         try:
             match outcome.said:
                 case Trouble():
+                    if job.room:
+                        job.room.leaving = True  # whatever it remembers may be half of something
                     guest.link.say(outcome.said)
                 case Answer():
                     if gateway is None:

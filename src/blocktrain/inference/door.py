@@ -2,8 +2,8 @@
 
 A stranger can do no more than knock: open a connection and begin, or not even begin, a handshake.
 At most MAX_KNOCKING do so at once. When one more comes, the oldest of the address with the most of
-them has to go: whoever floods the door is in nobody's way but his own. Who says nothing costs only
-a socket; the memory of TLS, of which asyncio takes 256 KiB for a link, waits for the first byte.
+them has to go: whoever floods the door is in nobody's way but his own. Who says nothing costs a
+socket only; the memory of TLS, of which asyncio takes 256 KiB for a link, waits for the first byte.
 """
 
 import asyncio

@@ -44,13 +44,19 @@ class Pace:
         Guesses after the first wrong one say nothing. What a guess costs is read off the first
         stage, which computes drafts one after another and everything else at once; a long context
         or a stage that was replaced would blur it.
+
+        Time in queues argues for shorter drafts, not longer ones: while a traversal is on its way,
+        stages compute for the others, so as far as it has to queue, the way costs nobody anything.
         """
         self.right = FADE * self.right + right
         self.tried = FADE * self.tried + min(right + 1, guessed)
         if said.replayed or not said.hops or tokens > guessed + 1:
             return
         draft_s = said.hops[0].computed_ms / 1000 / (guessed + 1)
-        rest_s = max(0.0, said.seconds - guessed * draft_s)
+        computed_s = sum(hop.computed_ms for hop in said.hops) / 1000
+        waited_s = sum(hop.waited_ms for hop in said.hops) / 1000
+        on_the_way_s = max(0.0, said.seconds - computed_s - waited_s)
+        rest_s = computed_s - guessed * draft_s + max(0.0, on_the_way_s - waited_s)
         self.weight = FADE * self.weight + 1
         self.draft_s += (draft_s - self.draft_s) / self.weight
         self.traversal_s += (rest_s - self.traversal_s) / self.weight

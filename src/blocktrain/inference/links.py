@@ -17,19 +17,13 @@ import ssl
 from contextlib import suppress
 from typing import Literal
 
-from blocktrain.errors import BlockTrainError, NotAllowed, OtherProtocol, Unreachable
+from blocktrain.errors import BadKey, BlockTrainError, NotAllowed, OtherProtocol, Unreachable
 from blocktrain.wire import frame
-from blocktrain.wire.certificates import (
-    Papers,
-    client_context,
-    member_host,
-    peer_id,
-    server_context,
-)
 from blocktrain.wire.frame import Head
 from blocktrain.wire.messages import Message
 from blocktrain.wire.serving import SERVING_PROTOCOL, Greeting, Refusal
 from blocktrain.wire.signing import load_key
+from blocktrain.wire.tls import Papers, client_context, member_host, peer_id, server_context
 
 HANDSHAKE = 5.0  # seconds for TLS, and again for the greeting
 CONNECT = 5.0  # seconds until a place must have answered
@@ -49,11 +43,19 @@ class Trust:
     """Who we are and whom we believe: papers and the run's authority, ready for TLS."""
 
     def __init__(self, papers: Papers, authority_pem: bytes) -> None:
+        self._papers, self._authority_pem = papers, authority_pem
         self.id = load_key(papers.key).id
-        self.serving = server_context(*papers, authority_pem, require_clients=True)
-        self.asking = client_context(authority_pem, papers)
-        self.asking_anybody = client_context(authority_pem, papers)
-        self.asking_anybody.check_hostname = False  # the id is not known before, but learned
+        self.renew()
+
+    def renew(self) -> None:
+        """Reads the papers again. New links show them; those that are open go on as they are."""
+        papers, pem = self._papers, self._authority_pem
+        if load_key(papers.key).id != self.id:
+            raise BadKey(f"{papers.key} is another one than at the start; start again with it.")
+        asking_anybody = client_context(pem, papers)
+        asking_anybody.check_hostname = False  # the id is not known before, but learned
+        self.serving = server_context(*papers, pem, require_clients=True)
+        self.asking, self.asking_anybody = client_context(pem, papers), asking_anybody
 
 
 class Link:
@@ -66,7 +68,7 @@ class Link:
         """Under which the peer greeted, if it was the one to open the link."""
         proved: ssl.SSLObject = writer.get_extra_info("ssl_object")
         self.peer = peer_id(proved)
-        keep_alive(writer.get_extra_info("socket"))
+        tune(writer.get_extra_info("socket"))
 
     @property
     def open(self) -> bool:
@@ -126,8 +128,13 @@ class Link:
             await self._writer.wait_closed()
 
 
-def keep_alive(sock: socket.socket) -> None:
-    """Lets the system ask now and then whether the other host is still there."""
+def tune(sock: socket.socket) -> None:
+    """Sends every frame at once, and lets the system ask whether the other host is still there.
+
+    asyncio does the first for sockets that it opened itself, not for accepted ones: every third
+    answer of a last stage waited 40 ms or more, until the one before had been acknowledged.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
         if hasattr(socket, option):  # each system has some of them

@@ -4,9 +4,9 @@ import time
 from collections.abc import Sequence
 
 from blocktrain.errors import BadInput
-from blocktrain.inference.choice import chosen
+from blocktrain.inference.choice import chosen, logs_of
 from blocktrain.inference.session import Asked, Said, Watch
-from blocktrain.inference.span import Span, logs_of
+from blocktrain.inference.span import Span
 from blocktrain.learning.model import Shape
 from blocktrain.terms import Array
 from blocktrain.wire.serving import Choice, Hop

@@ -56,7 +56,7 @@ class Speed:
     @property
     def seen(self) -> bool:
         """Whether anything is known."""
-        return (self._small.value or self._row.value) is not None
+        return self._small.value is not None or self._row.value is not None
 
     @property
     def small(self) -> float | None:

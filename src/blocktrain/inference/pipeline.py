@@ -22,19 +22,20 @@ from blocktrain.errors import BadInput, Unreachable
 from blocktrain.inference import routes
 from blocktrain.inference.links import Trust, new_name
 from blocktrain.inference.measures import UNSEEN_STEP
-from blocktrain.inference.reach import Reach, Source
+from blocktrain.inference.reach import Reach, Reached, Source
 from blocktrain.inference.routes import Candidate
 from blocktrain.inference.session import Asked, Said, Watch
 from blocktrain.inference.traversals import Arrived, Lost, Route, Traversals
 from blocktrain.learning.model import VOCABULARY, Shape
 from blocktrain.terms import Digest
-from blocktrain.wire.certificates import Papers
-from blocktrain.wire.serving import MAX_TOKENS, Choice, Codec, Emit, Forget, Holding, Step
+from blocktrain.wire.serving import MAX_TOKENS, USUAL, Choice, Codec, Emit, Forget, Holding, Step
+from blocktrain.wire.tls import Papers
 
 __all__ = ["Pipeline", "PipelineSession", "Source", "StageReport"]
 
 PATIENCE = 2.0  # seconds for which a text waits for a missing stage before it is given up
 ATTEMPTS = 6  # routes that are tried for one traversal
+LONGER = 3.0  # times as patient, after a traversal that may only have been slow
 AVOID = 5.0  # seconds for which a stage that failed is used only if nobody else is there
 FEEL_EVERY = 15.0  # seconds between two looks along the best route
 FEELERS = 16  # times that routes are felt along before the best one is believed
@@ -57,6 +58,8 @@ class StageReport:
     """For a small step; None if none was seen."""
     silent: float
     """Seconds since it last said anything."""
+    model: str = ""
+    """Its digest: stages of different models form no route."""
 
 
 class Pipeline:
@@ -65,11 +68,11 @@ class Pipeline:
     def __init__(
         self, shape: Shape, model: Digest, papers: Papers, authority_pem: bytes, source: Source
     ) -> None:
-        self.shape, self.model = shape, model
-        trust = Trust(papers, authority_pem)
-        self.name = new_name(trust.id)
+        self.shape = shape
+        self._trust = Trust(papers, authority_pem)
+        self.name = new_name(self._trust.id)
         self.traversals = Traversals(shape)
-        self._reach = Reach(trust, self.name, model, source)
+        self._reach = Reach(self._trust, self.name, model, source)
         self._feeling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -83,7 +86,24 @@ class Pipeline:
             await asyncio.gather(self._feeling, return_exceptions=True)
         await self._reach.close()
 
-    async def session(self, codec: Codec = "fp16") -> "PipelineSession":
+    @property
+    def model(self) -> Digest:
+        """The one that texts are written with, once its stages cover every block."""
+        return self._reach.models[0]
+
+    def follow(self, model: Digest) -> None:
+        """Another model of the same shape. Until it is covered, new texts go to the one before.
+
+        Texts in the making stay with theirs for as long as its stages do.
+        """
+        if model != self.model:
+            self._reach.models = [model, self.model]
+
+    def renew(self) -> None:
+        """Reads its papers again, for all links that are opened from now on."""
+        self._trust.renew()
+
+    async def session(self, codec: Codec = USUAL) -> "PipelineSession":
         """A new text, on the route that is best now; Unreachable if there is none."""
         return PipelineSession(self, codec, await self.route())
 
@@ -107,6 +127,7 @@ class Pipeline:
                 queued=stage.queued,
                 step_ms=None if stage.speed.small is None else 1000 * stage.speed.small,
                 silent=now - stage.heard,
+                model=stage.holding.model,
             )
             for stage in stages
         ]
@@ -150,8 +171,20 @@ class Pipeline:
             )
             for stage in stages.values()
         ]
-        chosen = routes.best(candidates, self.shape.blocks, trip, pinned)
-        return Route([stages[candidate.id] for candidate in chosen])
+
+        def best(model: Digest) -> Route:
+            of_model = [c for c in candidates if c.holding.model == model]
+            chosen = routes.best(of_model, self.shape.blocks, trip, pinned)
+            return Route([stages[candidate.id] for candidate in chosen])
+
+        newest, *before = [pinned[0].model] if pinned else self._reach.models
+        try:
+            return best(newest)
+        except Unreachable:
+            for model in before:
+                with suppress(Unreachable):
+                    return best(model)
+            raise
 
     async def _feel(self) -> None:
         """Feels along routes: so their links are open and their times known before a text comes.
@@ -181,6 +214,8 @@ class PipelineSession:
         self._context: list[int] = []
         """All tokens that the stages have been given, drafts included."""
         self._number = 0
+        self._longer = 1.0
+        """How much more patient it has become with stages that may only be slow."""
         self._route: Route | None = None
         self.holdings = route.holdings
         """What the text is computed by. Another text by equal ones comes out the same."""
@@ -221,7 +256,8 @@ class PipelineSession:
                 watch=watch is not None,
                 hops=[],
             )
-            said = said_by(await self._pipeline.traversals.make(route, emit, watch))
+            make = self._pipeline.traversals.make
+            said = said_by(await make(route, emit, watch, self._longer))
             if watch:
                 watch(route.ids[-1], said.bytes)
             return said
@@ -243,14 +279,20 @@ class PipelineSession:
                 part = replace(part, wanted=0, draft=0, choice=None)
             self._number += 1
             step = new_step(self._pipeline, route, self._number, part, self._codec)
-            arrived = await self._pipeline.traversals.make(route, step)
+            arrived = await self._pipeline.traversals.make(route, step, longer=self._longer)
             moved += arrived.moved
             start += count
         return replace(said_by(arrived), sent=moved)
 
     async def _insist(self, traversal: Callable[[Route], Awaitable[Said]]) -> Said:
-        """Makes a traversal; when it is lost, on another route, and again."""
+        """Makes a traversal; when it is lost, on another route, and again.
+
+        Whoever was on two lost routes is avoided from then on, whomever anybody blamed: a stage
+        that forgets a text which it was just given whole lies, and a liar blames others.
+        """
         begun, replayed, why = time.monotonic(), 0, ""
+        suspects: set[Reached] = set()
+        refused: BadInput | None = None
         for attempt in range(ATTEMPTS):
             try:
                 if self._route is None:
@@ -260,8 +302,14 @@ class PipelineSession:
                 return replace(said, seconds=time.monotonic() - begun, replayed=replayed)
             except Lost as lost:
                 why = str(lost)
-                for stage in lost.stages:
+                if refused and lost.refused:  # twice: so it is the step, not the stage
+                    raise refused from None
+                refused = lost.refused or refused
+                self._longer *= LONGER if lost.slow else 1.0
+                gone_through = set(self._route.stages if self._route else ())
+                for stage in {*lost.stages, *(suspects & gone_through)}:
                     stage.avoided = time.monotonic() + AVOID
+                suspects |= gone_through
                 self._give_up()
                 replayed += 1
                 await asyncio.sleep(lost.pause * 2**attempt)

@@ -20,13 +20,13 @@ from blocktrain.learning.model import VOCABULARY, Shape
 from blocktrain.wire import activations
 from blocktrain.wire.frame import PREFIX
 from blocktrain.wire.messages import Message
-from blocktrain.wire.serving import MAX_DRAFT, Answer, Choice, Codec, Emit, Hop, Place, Step
+from blocktrain.wire.serving import MAX_DRAFT, USUAL, Answer, Choice, Codec, Emit, Hop, Place, Step
 
 Mode = Literal["ar", "speculative", "exact", "whole"]
 Yields = Sequence[float]
 """Bytes per traversal by the length of its draft, from 0 on; at least 1 each."""
 
-PACKET = 1448  # bytes of payload in a packet of 1,500
+PACKET, PAYLOAD = 1500, 1448  # bytes
 PACKETS_FIRST = 10  # that TCP sends before it has heard anything (RFC 6928)
 HANDLING = 0.001  # seconds at a stage besides computing: 0.9 ms on loopback, on two cores
 SECRET, STAGE = "0" * 32, "0" * 64
@@ -53,8 +53,8 @@ class Line:
 
     def seconds(self, count: float, silent: bool = False) -> float:
         """Until so many bytes have come; more if the line was silent before."""
-        sending, window = 0.0, PACKETS_FIRST * 1500
-        left = count * 1500 / PACKET
+        sending, window = 0.0, PACKETS_FIRST * PACKET
+        left = count * PACKET / PAYLOAD
         while silent and left > window and window < self.rate * self.rtt:
             sending += self.rtt
             left -= window
@@ -71,7 +71,7 @@ class Speed:
     position: float
     """Seconds for each position of many."""
     drafting: float | None = None
-    """Seconds for each byte of a draft; None: as long as a step, which has not just ended one."""
+    """Seconds for each byte of a draft, where they are fewer than for a step after a pause."""
 
     @property
     def draft(self) -> float:
@@ -114,7 +114,7 @@ class Task:
     """Bytes of the prompt."""
     length: int = 256
     """Bytes to generate."""
-    codec: Codec = "fp16"
+    codec: Codec = USUAL
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.prompt < 0:
@@ -131,8 +131,8 @@ class Task:
     @property
     def renewals(self) -> int:
         """How often the window gets full, so that the newer half of the text is read again."""
-        half = max(1, self.shape.window // 2)
-        return max(0, math.ceil((self.context + self.length - 1 - self.shape.window) / half))
+        beyond = self.context + self.length - 1 - self.shape.window
+        return max(0, math.ceil(beyond / self.half))
 
     @property
     def half(self) -> int:

@@ -1,4 +1,4 @@
-"""A gateway's links to all stages of a model: kept open, measured, and given up when they die.
+"""A gateway's links to all stages of its models: kept open, measured, and given up when they die.
 
 A link that closes is gone at once; one that leaves UNANSWERED pings without an answer is closed.
 Whoever is gone is tried again for as long as the source names it.
@@ -92,10 +92,12 @@ class Listener(Protocol):
 
 
 class Reach:
-    """All stages of one model that can be reached now."""
+    """All stages of some models that can be reached now."""
 
     def __init__(self, trust: Trust, name: str, model: Digest, source: Source) -> None:
-        self._trust, self._name, self._model, self._source = trust, name, model, source
+        self._trust, self._name, self._source = trust, name, source
+        self.models = [model]
+        """Whoever serves another one is left out."""
         self.stages: dict[str, Reached] = {}
         """By id."""
         self.troubles: dict[Target, str] = {}
@@ -177,7 +179,7 @@ class Reach:
                 case _:
                     raise BadInput(f"{target.host}:{target.port} is no stage; check the address.")
             assert link.peer is not None
-            if holding.model != self._model or holding.first > holding.last:
+            if holding.model not in self.models or holding.first > holding.last:
                 raise BadInput(f"{target.host}:{target.port} serves another model; leave it out.")
             if link.peer in self.stages:
                 raise BadInput(f"{target.host}:{target.port} is reached already; name it once.")

@@ -64,7 +64,7 @@ def best(
         if stage.holding.first == 0:
             seconds[stage] = stage.rtt / 2 + stage.cost
             continue
-        ways = [c for c in seconds if c.holding.last + 1 == stage.holding.first]
+        ways = [c for c in seconds if leads_to(c.holding, stage.holding)]
         if ways:
             before[stage] = min(ways, key=lambda c: seconds[c] + trip(c, stage))
             seconds[stage] = seconds[before[stage]] + trip(before[stage], stage) + stage.cost
@@ -75,6 +75,11 @@ def best(
     while route[0] in before:
         route.insert(0, before[route[0]])
     return route
+
+
+def leads_to(before: Holding, after: Holding) -> bool:
+    """Whether one goes on where the other ends, in the same model: checkpoints never mix."""
+    return before.last + 1 == after.first and before.model == after.model
 
 
 def what_is_missing(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from blocktrain.errors import BadInput
-from blocktrain.inference.choice import chosen
+from blocktrain.inference.choice import chosen, logs_of
+from blocktrain.inference.refit import DraftHead, load_draft_head
 from blocktrain.inference.weights import assembled, laid_out, open_block
 from blocktrain.learning.files import read_manifest
 from blocktrain.learning.model import (
@@ -68,6 +69,8 @@ class Span:
         self.noise = noise
         self.blocks = blocks
         self.holding = holding
+        self.drafter: DraftHead | None = None
+        """Drafts instead of the last block's own head, if there is one."""
         self.device = next(blocks[0].head.buffers()).device
         # Products with something output-major (the keys; the codes of denoise) have equal bits from
         # 4 rows on up to 64 terms and from 16 rows on up to 512 (measured with 1 and 2 threads).
@@ -91,7 +94,10 @@ class Span:
         chosen_ones = range(first, last + 1)
         blocks = [open_block(folder, manifest, index, weights) for index in chosen_ones]
         holding = Holding(manifest.digest, first, last, weights, kind_of(torch.device("cpu")))
-        return cls(manifest.shape, manifest.noise, blocks, holding)
+        span = cls(manifest.shape, manifest.noise, blocks, holding)
+        if span.begins and not span.ends:
+            span.drafter = load_draft_head(folder, manifest, last)
+        return span
 
     @classmethod
     def of(cls, model: Model, first: int = 0, last: int | None = None) -> "Span":
@@ -227,10 +233,18 @@ class Span:
             raise BadInput("Nothing can be read from these rows; give the context again.")
         return logs_RV
 
+    @torch.inference_mode()
+    def guess(self, rows: Array) -> Tensor:
+        """What the whole model will say of these rows, as far as can be told here."""
+        if self.drafter is None:
+            return self.read(rows)
+        logits_RV: Tensor = self.drafter(torch.from_numpy(rows).to(self.device))
+        return logits_RV.log_softmax(-1).cpu()
+
     def draft(
         self, memory: Memory, start: int, tokens: list[int], count: int, choice: Choice, wanted: int
     ) -> tuple[list[int], Array]:
-        """`count` bytes more, by this span's own head, and the rows of all tokens and these bytes.
+        """`count` bytes more, as this span guesses them, and the rows of all tokens and bytes.
 
         `wanted` rows at the end of `tokens` choose bytes choice.at, choice.at + 1, ... of the text,
         so the last token's row chooses byte number choice.at + wanted - 1: that is the first byte
@@ -242,7 +256,7 @@ class Span:
             raise BadInput(f"The window has {self.shape.window} positions; draft fewer bytes.")
         rows, drafted = [self.step(memory, start, tokens)], list[int]()
         for number in range(choice.at + wanted - 1, choice.at + wanted - 1 + count):
-            logs_1V = self.read(rows[-1][-1:])
+            logs_1V = self.guess(rows[-1][-1:])
             drafted += chosen(logs_1V, msgspec.structs.replace(choice, at=number))
             rows.append(self.step(memory, memory.filled, drafted[-1:]))
         return drafted, np.concatenate(rows)
@@ -299,12 +313,6 @@ class Span:
         ):
             raise BadInput(f"Rows must be {len(tokens)} of {width} finite numbers; send these.")
         return rows
-
-
-def logs_of(logs_RV: Tensor, made: list[int]) -> list[float]:
-    """The model's own log-probability of each byte."""
-    index_R1 = torch.tensor(made, dtype=torch.long)[:, None]
-    return [float(log) for log in logs_RV.gather(1, index_R1)]
 
 
 def as_array(rows: Tensor) -> Array:

@@ -23,7 +23,6 @@ from blocktrain.inference.links import (
     refuse_other_protocol,
 )
 from blocktrain.inference.work import Blocks
-from blocktrain.wire.certificates import Papers
 from blocktrain.wire.frame import Head
 from blocktrain.wire.serving import (
     SERVING_PROTOCOL,
@@ -35,6 +34,7 @@ from blocktrain.wire.serving import (
     Step,
     Welcome,
 )
+from blocktrain.wire.tls import Papers
 
 __all__ = ["Limits", "Report", "Stage"]
 
@@ -113,6 +113,10 @@ class Stage:
             computed=self._desk.computed,
             refused=dict(self._desk.refused + self._door.refused),
         )
+
+    def renew(self) -> None:
+        """Reads its papers again, for all links that are opened from now on."""
+        self._trust.renew()
 
     async def closed(self) -> None:
         """Until somebody closes this stage."""

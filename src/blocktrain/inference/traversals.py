@@ -33,12 +33,23 @@ UNSEEN = 10.0  # seconds besides, where a stage has not been seen computing yet
 class Lost(Exception):
     """A traversal will not be answered; another route may do better."""
 
-    def __init__(self, why: str, stages: Sequence[Reached] = (), pause: float = 0.0) -> None:
+    def __init__(
+        self,
+        why: str,
+        stages: Sequence[Reached] = (),
+        pause: float = 0.0,
+        slow: bool = False,
+        refused: BadInput | None = None,
+    ) -> None:
         super().__init__(why)
         self.stages = stages
         """To be avoided for a while."""
         self.pause = pause
         """Seconds to wait before the next try."""
+        self.slow = slow
+        """Whether it might only have taken longer."""
+        self.refused = refused
+        """What to say if another stage refuses the step, too."""
 
 
 @dataclass(eq=False)
@@ -119,8 +130,13 @@ class Traversals:
         self._waiting: dict[str, Waiting] = {}
         """By secret."""
 
-    async def make(self, route: Route, said: Step | Emit, watch: Watch | None = None) -> Arrived:
-        """One traversal from its beginning to its end; or raises Lost, or BadInput."""
+    async def make(
+        self, route: Route, said: Step | Emit, watch: Watch | None = None, longer: float = 1.0
+    ) -> Arrived:
+        """One traversal from its beginning to its end; or raises Lost, or BadInput.
+
+        `longer` times as much patience is had with it as usual.
+        """
         if not route.up:
             raise Lost("a stage of the route has gone")
         route.fresh = False
@@ -132,9 +148,9 @@ class Traversals:
             route.stages[0].link.say(said)
             while not end.done():
                 # The forecast is made anew each time: load may have grown meanwhile.
-                left = begun + self.patience(route, said) - time.monotonic()
+                left = begun + longer * self.patience(route, said) - time.monotonic()
                 if left <= 0:
-                    raise Lost("a traversal took too long", route.stages)
+                    raise Lost("a traversal took too long", route.stages, slow=True)
                 await asyncio.wait([end], timeout=left)
             if watch and waiting.to_show and not end.exception():
                 # Sights come over other links than the answer, and so may come after it.
@@ -246,8 +262,9 @@ def take_trouble(waiting: Waiting, said: Trouble) -> None:
     """Ends a traversal that a stage cannot take further."""
     blamed = [stage for stage in waiting.route.stages if stage.id == said.stage]
     if said.reason == "wrong":
-        waiting.end.set_exception(BadInput(f"A stage refuses this step: {said.words}"))
-    elif said.reason == "forgotten":
+        refused = BadInput(f"A stage refuses this step: {said.words}")
+        waiting.end.set_exception(Lost("a stage refuses this step", blamed, refused=refused))
+    elif said.reason == "forgotten":  # which is no fault: it had to make room for others
         waiting.end.set_exception(Lost("a stage has forgotten the text"))
     else:
         waiting.end.set_exception(Lost(f"a stage is {said.reason}", blamed, pause=0.02))

@@ -5,8 +5,7 @@ from typing import Any, Protocol
 import msgspec
 from torch import Tensor
 
-from blocktrain.inference.choice import chosen
-from blocktrain.inference.span import logs_of
+from blocktrain.inference.choice import chosen, logs_of
 from blocktrain.learning.model import MASK, VOCABULARY, Shape
 from blocktrain.terms import Array
 from blocktrain.wire import activations

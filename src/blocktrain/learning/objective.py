@@ -31,6 +31,7 @@ from blocktrain.learning.optimiser import Rates
 Loader = Callable[[], Block]
 """Opens a neighbour when it is needed; from a file it is memory-mapped, so it costs no memory."""
 
+UNASKED = -100  # in place of a target that nobody has to find
 FEATURES_AT_ONCE = 64 * 2**20  # bytes of upstream features held: memory must not grow with K
 
 
@@ -174,9 +175,13 @@ class Denoise:
         noise = torch.randn(*targets_BT.shape, VOCABULARY, generator=random).to(rows_BT1.device)
         z_BTM = code.to(rows_BT1.device)[targets_BT] + sigma_B[:, None, None] * noise
         spans = draw_spans(len(rows_BT1), tokens_BT.shape[1], self.task, random)
-        tokens_BT, sight = mask_spans(tokens_BT, spans, causal_sight_of(self.shape, tokens_BT))
+        shown_BT = draw_shown(spans, tokens_BT.shape[1], random).to(rows_BT1.device)
+        sight = causal_sight_of(self.shape, tokens_BT)
+        tokens_BT, sight = mask_spans(tokens_BT, spans, sight, shown_BT)
         logits = denoise(block, self.noise, tokens_BT, z_BTM, sigma_B, sight)
-        return cross_entropy(logits, rows_BT1)
+        # A byte shown inside a span is seen by the position that would have to find it.
+        targets_BT = targets_BT.masked_fill(shown_BT.roll(-1, dims=1), UNASKED)
+        return F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten(), ignore_index=UNASKED)
 
 
 def causal_sight_of(shape: Shape, tokens_BT: Tensor) -> Sight:
@@ -193,12 +198,26 @@ def draw_spans(rows: int, positions: int, task: Task, random: torch.Generator) -
     return torch.stack((start, start + length * masked), dim=1)
 
 
-def mask_spans(tokens_BT: Tensor, spans_B2: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
+def draw_shown(spans_B2: Tensor, positions: int, random: torch.Generator) -> Tensor:
+    """(rows, positions): inputs inside a span that are known all the same, as when it is refined.
+
+    Nothing in half of the spans, which one traversal must find; any share of the others. Without
+    these, more traversals would give the blocks something that they have never seen.
+    """
+    shares = torch.rand(len(spans_B2), 1, generator=random)
+    luck_BT = torch.rand(len(spans_B2), positions, generator=random)
+    at = torch.arange(positions)
+    return (at > spans_B2[:, :1]) & (at < spans_B2[:, 1:]) & (luck_BT < 2 * shares - 1)
+
+
+def mask_spans(
+    tokens_BT: Tensor, spans_B2: Tensor, sight: Sight, shown_BT: Tensor | None = None
+) -> tuple[Tensor, Sight]:
     """Hides the bytes that a span must find, and lets its positions see each other.
 
     Position t predicts byte t+1. A span of positions [start, end) knows byte `start` and must find
     bytes start+1 .. end, so the inputs of positions start+1 .. end-1 become MASK. Its positions see
-    the clean prefix and each other both ways; later positions are ordinary.
+    the clean prefix and each other both ways; later positions are ordinary. What is shown stays.
     """
     spans_B2 = spans_B2.to(tokens_BT.device)
     if bool((spans_B2[:, 0] == spans_B2[:, 1]).all()):
@@ -206,6 +225,8 @@ def mask_spans(tokens_BT: Tensor, spans_B2: Tensor, sight: Sight) -> tuple[Tenso
     at = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     inside_BT = (at >= spans_B2[:, :1]) & (at < spans_B2[:, 1:])
     hidden_BT = inside_BT & (at > spans_B2[:, :1])
+    if shown_BT is not None:
+        hidden_BT &= ~shown_BT
     causal_TT = at[:, None] >= at[None, :]
     mask = causal_TT | (inside_BT[:, :, None] & inside_BT[:, None, :])
     return tokens_BT.masked_fill(hidden_BT, MASK), Sight(sight.angles, mask[:, None])

@@ -171,7 +171,7 @@ async function begin() {
 function hear(said, pace, asked) {
   switch (said.say) {
     case "waiting":
-      put(byId("written-sub"), `in line, ${whole(said.others)} waiting`);
+      put(byId("written-sub"), `in line, ${whole(said.count)} waiting`);
       break;
     case "begun":
       pace.begun = performance.now();

@@ -20,10 +20,10 @@ from blocktrain.learning.data import Corpus
 from blocktrain.learning.evaluate import SAMPLE, evaluate
 from blocktrain.learning.files import FORMAT, MANIFEST, BlockFile, Manifest, from_parameters
 from blocktrain.learning.model import Model
+from blocktrain.services.assigned import run_of
 from blocktrain.services.holdings import refuse_unknown
 from blocktrain.services.membership import Membership
 from blocktrain.services.run import Run
-from blocktrain.services.worker import run_of
 from blocktrain.terms import Parameters, Progress, silent
 from blocktrain.wire import messages, tensors
 from blocktrain.wire.link import Link

@@ -21,12 +21,13 @@ from blocktrain.aggregation.ledger import hash_of_token
 from blocktrain.aggregation.versions import signed_by
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadInput, NotAllowed
+from blocktrain.services.announcing import Voice
 from blocktrain.terms import Digest
 from blocktrain.wire import messages
 from blocktrain.wire.certificates import end_of_member
 from blocktrain.wire.link import Link
 from blocktrain.wire.owner import Checkpoint
-from blocktrain.wire.serving import Announce, Stages
+from blocktrain.wire.serving import Announce, Heard, Stages
 from blocktrain.wire.signing import Key, load_or_make_key
 from blocktrain.wire.tls import Papers
 
@@ -96,6 +97,9 @@ class Membership:
     aged: datetime
     """When half of the papers' life is over."""
 
+    def __post_init__(self) -> None:
+        self.voice = Voice(self._announce)
+
     @property
     def key(self) -> Key:
         """By which this member signs."""
@@ -134,16 +138,19 @@ class Membership:
         A link of little patience is better for it: after hours of absence a patient one tries only
         once a minute, and a coordinator that is back knows of nobody until then.
         """
+        self.voice(announce)
+
+    def _announce(self, announce: Announce) -> Heard:
         said = signed_by(self.key, announce, "announce")
-        self.known(lambda: self.link.say("v1/stages", said, messages.Done))
+        return self.known(lambda: self.link.say("v1/stages", said, Heard))
 
     def stages(self) -> list[Announce]:
         """Who serves what, as the coordinator has heard."""
         return self.known(lambda: self.link.ask("v1/stages", Stages)).stages
 
     def checkpoint(self) -> Checkpoint:
-        """The newest versions of all blocks of this run."""
-        found = self.known(lambda: self.link.ask("v1/checkpoint", Checkpoint))
+        """The one that all who serve this run serve now; who does asks again every few seconds."""
+        found = self.known(lambda: self.link.ask("v1/served", Checkpoint))
         blocks = [version.block for version in found.versions]
         if found.run != self.admitted.run or blocks != [*range(len(self.charter.blocks))]:
             raise BadInput("The coordinator's checkpoint is not that of its run; do not trust it.")

@@ -22,8 +22,9 @@ from blocktrain.learning.data import Corpus, Cursor, batches
 from blocktrain.learning.local import Start, parameters_of, train_locally
 from blocktrain.learning.model import new_block
 from blocktrain.learning.objective import objective_for, watched
+from blocktrain.services.assigned import loaders_of, run_of, work_of
+from blocktrain.services.memory import Memory
 from blocktrain.services.run import Run
-from blocktrain.services.worker import Memory, loaders_of, run_of, work_of
 from blocktrain.terms import Digest, Parameters, Progress, silent
 from blocktrain.wire import messages, tensors
 

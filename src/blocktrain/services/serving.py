@@ -5,18 +5,25 @@ FOLDER/members/NAME/   one child's papers each; the gateway's also holds the API
 FOLDER/logs/           what each child said
 """
 
+import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from blocktrain.errors import BadInput
+import msgspec
+
+from blocktrain.disk import errors_are_clear, lock
+from blocktrain.errors import BadInput, BadRun
 from blocktrain.services.children import Child
 from blocktrain.services.papers import admit, authority_in
+from blocktrain.wire.certificates import MEMBER_LIFE
 
 GOOD_BYE = 10.0  # seconds that children have to let texts end
+RENEW_AFTER = MEMBER_LIFE.total_seconds() / 2
 
 
 @dataclass(frozen=True)
@@ -56,19 +63,30 @@ class Serving:
     cast: Cast = field(default_factory=Cast)
     url: str = ""
     children: list[Child] = field(default_factory=list)
+    admitted: float = field(default_factory=time.monotonic)
+    """When all children last got papers."""
 
     @contextmanager
     def up(self, blocks: int, gateway: list[str]) -> Iterator[None]:
         """Everything runs; at the end, however it comes, everything is told to stop."""
+        with errors_are_clear(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            why = f"A model is served with {self.folder} already; stop that, or give --folder."
+            alone = lock(self.folder / "lock", why)
         try:
             first = self.start("gateway", ["gateway", str(self.model), *gateway, "--json"])
-            self.url = str(first.first_line("url")["url"])
+            try:
+                self.url = str(first.first_line("url")["url"])
+            except BadRun:
+                self.refuse_dead()
+                raise
             for copy in range(self.cast.replicas):
                 for span in self.cast.spans(blocks):
                     self.start_stage(span, copy)
             yield
         finally:
             self.stop()
+            os.close(alone)
 
     def start_stage(self, span: str, copy: int) -> None:
         """One more stage, which announces itself to the gateway."""
@@ -91,8 +109,19 @@ class Serving:
         self.children.append(child)
         return child
 
+    def refuse_dead(self) -> None:
+        """Raises if a child has ended, in its own words."""
+        for child in self.children:
+            if child.process is not None and child.process.poll() is not None:
+                lines = child.log.read_bytes()[child.said :].splitlines()
+                raise BadRun(f"The {child.name} did not start: {last_words(lines)}")
+
     def look_after(self) -> list[str]:
-        """Starts dead children again; returns their names."""
+        """Starts dead children again; returns their names. Papers that age are replaced."""
+        if time.monotonic() - self.admitted > RENEW_AFTER:
+            for child in self.children:
+                admit(authority_in(self.folder / "authority"), self.folder / "members" / child.name)
+            self.admitted = time.monotonic()
         return [child.name for child in self.children if child.look()]
 
     def stop(self) -> None:
@@ -103,3 +132,11 @@ class Serving:
         for child in self.children:
             child.end(deadline)
         self.children.clear()
+
+
+def last_words(lines: list[bytes]) -> str:
+    """What a child that ended said in the end: an error as JSON, or a bug's last line."""
+    last = lines[-1].decode(errors="replace") if lines else "it said nothing."
+    with suppress(msgspec.DecodeError):
+        return str(msgspec.json.decode(last, type=dict[str, Any]).get("error", last))
+    return last

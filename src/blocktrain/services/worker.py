@@ -2,79 +2,46 @@
 
 FOLDER/key.pem        who this worker is
 FOLDER/RUN/blocks/    versions of blocks (services/holdings.py)
-FOLDER/RUN/memory-B/  optimiser and codec residual of block B, after its last taken update
-FOLDER/RUN/pending/   an update that has no receipt yet: kill -9 does not lose it
+FOLDER/RUN/           what it remembers of a run (services/memory.py)
 """
 
 import hashlib
 import itertools
-import shutil
+import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
+import numpy as np
 import torch
-from torch import Tensor
 
-from blocktrain import config
-from blocktrain.aggregation import ledger
-from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.versions import signed_by
-from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadCorpus, BadInput, BlockTrainError, NoBlob, NotAllowed
 from blocktrain.learning import device
-from blocktrain.learning.data import SPLITS, Corpus, Cursor, batches, open_corpus, open_splits
-from blocktrain.learning.files import load_tensors, map_block, save_tensors
-from blocktrain.learning.local import Start, Update, Work, parameters_of, train_locally
-from blocktrain.learning.model import Block, new_block
+from blocktrain.learning.data import (
+    SPLITS,
+    Corpus,
+    Cursor,
+    Rows,
+    batches,
+    open_corpus,
+    open_splits,
+)
+from blocktrain.learning.local import Start, Update, parameters_of, train_locally
+from blocktrain.learning.model import new_block
 from blocktrain.learning.objective import Loader, objective_for, watched
 from blocktrain.services import cores, membership
-from blocktrain.services.holdings import Holdings, refuse_unknown
-from blocktrain.services.run import Run
-from blocktrain.terms import Digest, Parameters, Progress, silent
+from blocktrain.services.assigned import loaders_of, run_of, work_of
+from blocktrain.services.holdings import Holdings
+from blocktrain.services.memory import Memory, Notebook
+from blocktrain.services.wishes import Wishes, fitting
+from blocktrain.terms import Digest, Progress, silent
 from blocktrain.wire import messages, signing, tensors
 from blocktrain.wire.link import Link
 from blocktrain.wire.messages import Assignment, Finished, Receipt, Traffic, Wait
 from blocktrain.wire.signing import Key, load_or_make_key
-from blocktrain.wire.throttle import Limits
-
-COPIES = 6  # of a block in memory while it trains: values, gradients, two of the optimiser, change
-SPARE = 300 * 2**20  # bytes for activations and the rest
-PATIENT = 60.0  # seconds that a round's downloads may take before a block is too much for a link
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What a volunteer allows and wants."""
-
-    name: str = ""
-    """What to call this worker on the dashboard."""
-    block: int | None = None
-    """Only this block, counted from 1; the least-served one that fits if not given."""
-    data: str | None = None
-    """A file or folder with the run's text, if it has no name that can be fetched."""
-    device: str = "auto"
-    """auto, cpu, cuda or mps."""
-    threads: int | None = None
-    """CPU threads; all if not given."""
-    max_upload: float | None = None
-    """Bytes a second."""
-    max_download: float | None = None
-    """Bytes a second."""
-    max_traffic: int | None = None
-    """Bytes in all, both directions; then the worker leaves."""
-    max_disk: int | None = None
-    """Bytes that this run may take of the disk."""
-    turns: Path | None = None
-    """A folder shared by workers of one machine: as many compute at once as it has files."""
-
-    @property
-    def limits(self) -> Limits:
-        """What the link must keep to."""
-        return Limits(self.max_upload, self.max_download, self.max_traffic)
 
 
 @dataclass
@@ -85,14 +52,6 @@ class Gave:
     refused: int = 0
     bytes_trained: int = 0
     seconds: float = 0.0
-
-
-@dataclass
-class Memory:
-    """What a replica remembers between rounds."""
-
-    optimiser: dict[str, Tensor] = field(default_factory=dict)
-    residual: Parameters | None = None
 
 
 class Worker:
@@ -117,7 +76,7 @@ class Worker:
         self.gave = Gave()
         self.pace: float | None = None
         self.where = device.choose(wishes.device)
-        self.moved_before = Traffic()
+        self.moved_before: Traffic | None = None
         if wishes.threads is not None:
             torch.set_num_threads(wishes.threads)
 
@@ -132,7 +91,9 @@ class Worker:
         self.run = run_of(self.charter)
         self.folder = admitted.folder(self.root)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.moved_before = self.remembered_traffic()
+        self.notebook = Notebook(self.folder)
+        if self.moved_before is None:  # else let in again: the file has this life's bytes too
+            self.moved_before = self.notebook.traffic()
         self.corpus = self.text()
         self.holdings = Holdings(
             self.folder / "blocks",
@@ -141,7 +102,7 @@ class Worker:
             lambda block: parameters_of(new_block(self.run.shape, block, self.run.pace.seed)),
             self.wishes.max_disk,
         )
-        self.blocks = self.fitting(who.memory)
+        self.blocks = fitting(self.wishes, self.charter, self.run.recipe, who.memory)
 
     def text(self) -> Corpus:
         """The run's text: by its name, from a file of the volunteer's, or from the coordinator."""
@@ -166,33 +127,6 @@ class Worker:
                 self.link.fetch(f"v1/corpus/{name}", digest, folder / name, length, self.progress)
         return open_splits(self.charter.data, folder)
 
-    def fitting(self, memory: int) -> list[int] | None:
-        """The blocks that this machine and this link can train; None is any."""
-        if self.wishes.block is not None:
-            wanted = [self.wishes.block - 1]
-            refuse_unknown(wanted, self.charter)
-            return wanted
-        every = range(self.charter.rules.blocks)
-        fits = [block for block in every if self.needs(block) < memory]
-        if not fits:
-            raise BadInput(
-                f"A block of this run needs {self.needs(0) >> 20} MiB of memory, and "
-                f"{memory >> 20} are free; close something, or join another run."
-            )
-        if (rate := self.wishes.max_download) is not None:
-            fits = [block for block in fits if self.downloads(block) < rate * PATIENT]
-            if not fits:
-                raise BadInput("--max-download is too little for any block; allow more.")
-        return None if len(fits) == len(every) else fits
-
-    def needs(self, block: int) -> int:
-        """Bytes of memory that training this block takes, about."""
-        return COPIES * self.charter.snapshot_size(block) + SPARE
-
-    def downloads(self, block: int) -> int:
-        """Bytes that a round of this block fetches, once it is under way."""
-        return sum(map(self.charter.update_size, [block, *watched(block, self.run.recipe)]))
-
     # --- working ----------------------------------------------------------------------------------
 
     def work(self) -> Gave:
@@ -205,7 +139,7 @@ class Worker:
                 pass
         finally:
             self.leaving.set()
-            self.remember_traffic()
+            self.notebook.keep_traffic(self.traffic())
         self.leave()
         return self.gave
 
@@ -235,7 +169,7 @@ class Worker:
         block = assignment.block
         snapshot = self.holdings.snapshot(assignment.base)
         loaders = self.neighbours(assignment)
-        memory = self.recall(block)
+        memory = self.notebook.recall(block)
         with cores.turn(self.wishes.turns, self.leaving.is_set):
             began = time.monotonic()
             update, optimiser = train_locally(
@@ -247,10 +181,18 @@ class Worker:
                 self.leaving.is_set,
             )
             seconds = max(1e-3, time.monotonic() - began)
-        if update.steps:
-            self.pace = seconds / update.steps
-            self.keep_pending(assignment, (update, seconds), optimiser, memory.residual)
+        if not update.steps:
+            return
+        self.pace = seconds / update.steps
+        if is_finite(update):
+            self.keep(assignment, update, seconds, Memory(optimiser, memory.residual))
             self.submit_pending()
+        else:
+            self.notebook.forget(block)  # whatever went wrong may have begun there
+            self.say(
+                f"block {block + 1}, round {assignment.round}: the numbers are not finite any "
+                "more; the optimiser begins anew."
+            )
 
     def neighbours(self, assignment: Assignment) -> list[Loader]:
         """Opens the steady copies that the assignment pins."""
@@ -261,23 +203,18 @@ class Worker:
         }
         return loaders_of(paths, self.run, self.where)
 
-    def batches(self, assignment: Assignment):  # type: ignore[no-untyped-def]
+    def batches(self, assignment: Assignment) -> Iterator[tuple[Rows, Cursor]]:
         """The data of the assigned slot and round."""
         cursor = Cursor(assignment.slot, assignment.round, 0)
         return batches(self.corpus.train, self.run.plan, cursor)
 
     # --- submitting -------------------------------------------------------------------------------
 
-    def keep_pending(
-        self,
-        assignment: Assignment,
-        trained: tuple[Update, float],
-        optimiser: dict[str, Tensor],
-        residual: Parameters | None,
-    ) -> None:
-        """Writes the update and what the replica will remember, before anybody hears of it."""
-        update, seconds = trained
-        body, lost = tensors.encode_with_residual(update.change, residual, self.charter.codec)
+    def keep(self, assignment: Assignment, trained: Update, seconds: float, memory: Memory) -> None:
+        """The update is on the disk, and what the replica will remember, before anybody hears."""
+        body, lost = tensors.encode_with_residual(
+            trained.change, memory.residual, self.charter.codec
+        )
         said = messages.Update(
             worker=self.key.id,
             run=self.run_id,
@@ -286,54 +223,35 @@ class Worker:
             slot=assignment.slot,
             base=assignment.base.snapshot,
             blob=Digest(hashlib.sha256(body).hexdigest()),
-            steps=update.steps,
-            bytes_trained=update.bytes_trained,
+            steps=trained.steps,
+            bytes_trained=trained.bytes_trained,
             seconds=seconds,
-            loss=update.loss,
-            optimiser_before=update.optimiser_before,
-            optimiser_after=update.optimiser_after,
+            loss=trained.loss,
+            optimiser_before=trained.optimiser_before,
+            optimiser_after=trained.optimiser_after,
         )
-        folder = self.folder / "pending.part"
-        shutil.rmtree(folder, ignore_errors=True)
-        with errors_are_clear(folder):
-            folder.mkdir()
-            write_atomically(folder / "blob", body)  # before update.json, which names it
-            save_memory(folder, Memory(optimiser, lost))
-            signed = messages.encode(self.signed(said, "update"))
-            write_atomically(folder / "update.json", signed)
-            shutil.rmtree(self.pending, ignore_errors=True)
-            folder.rename(self.pending)
-
-    @property
-    def pending(self) -> Path:
-        """Where an update waits for its receipt."""
-        return self.folder / "pending"
+        signed = signed_by(self.key, said, "update")
+        self.notebook.keep(signed, body, Memory(memory.optimiser, lost))
 
     def submit_pending(self) -> None:
         """Sends what was trained, if anything was, and remembers what its receipt says."""
-        if not (self.pending / "update.json").is_file():
+        if (signed := self.notebook.waiting()) is None:
             return
-        signed = messages.decode((self.pending / "update.json").read_bytes(), messages.Signed)
         update = messages.decode(signed.body, messages.Update)
-        blob = self.pending / "blob"
-        self.link.send(f"v1/blobs/{update.blob}", blob)
+        self.link.send(f"v1/blobs/{update.blob}", self.notebook.blob)
         answer = self.link.say("v1/updates", signed, messages.Signed)
         receipt = self.checked(answer, signed)
-        memory = self.folder / f"memory-{update.block}"
         if receipt.verdict == "refused":
             self.gave.refused += 1
-            if "finite" in receipt.why or "norm" in receipt.why:
-                shutil.rmtree(memory, ignore_errors=True)  # whatever went wrong began there
-            (self.pending / "update.json").unlink()  # first: what has none is sent no more
-            shutil.rmtree(self.pending)
+            if receipt.reason == "numbers":
+                self.notebook.forget(update.block)  # whatever went wrong began there
+            self.notebook.refused()
         else:
             self.gave.updates += 1
             self.gave.bytes_trained += update.bytes_trained
             self.gave.seconds += update.seconds
-            # Until the last of these, a kill means to send it again and get the same receipt.
-            shutil.rmtree(memory, ignore_errors=True)
-            self.pending.rename(memory)
-        self.remember_traffic()
+            self.notebook.taken(update.block)
+        self.notebook.keep_traffic(self.traffic())
         self.say(
             f"block {update.block + 1}, round {update.round}: {update.steps} steps in "
             f"{update.seconds:.1f} s, loss {update.loss:.4f}: {receipt.verdict} {receipt.why}"
@@ -348,10 +266,6 @@ class Worker:
         if not right or receipt.update != hashlib.sha256(signed.body).hexdigest():
             raise BadInput("The receipt is not the coordinator's; do not trust this coordinator.")
         return receipt
-
-    def recall(self, block: int) -> Memory:
-        """What the replica remembers of its last taken update of this block."""
-        return load_memory(self.folder / f"memory-{block}")
 
     # --- staying and going ------------------------------------------------------------------------
 
@@ -376,74 +290,12 @@ class Worker:
 
     def traffic(self) -> Traffic:
         """Bytes moved in this run, in this life and those before."""
-        moved, before = self.link.moved, self.moved_before
+        moved, before = self.link.moved, self.moved_before or Traffic()
         return Traffic(before.sent + moved.sent, before.received + moved.received)
 
-    def remembered_traffic(self) -> Traffic:
-        """Bytes moved in former lives."""
-        try:
-            return msgspec.json.decode((self.folder / "traffic.json").read_bytes(), type=Traffic)
-        except (OSError, msgspec.DecodeError):
-            return Traffic()
 
-    def remember_traffic(self) -> None:
-        """For the next life."""
-        (self.folder / "traffic.json").write_bytes(msgspec.json.encode(self.traffic()))
-
-    def signed(self, message: messages.Message, purpose: str) -> messages.Signed:
-        """A message by which this worker stands."""
-        return signed_by(self.key, message, purpose)
-
-
-def run_of(charter: Charter) -> Run:
-    """The settings for learning that a charter carries."""
-    try:
-        table = msgspec.json.decode(charter.learning, type=dict)
-    except msgspec.DecodeError as error:
-        raise BadInput(f"The run's settings are not understood ({error}); upgrade.") from None
-    return config.fill(Run, table, where="the run's charter")
-
-
-def work_of(run: Run, assignment: Assignment | ledger.Assignment) -> Work:
-    """Names one replica's work in one round, as it was told or as it was written down."""
-    return Work(
-        recipe=run.recipe,
-        block=assignment.block,
-        slot=assignment.slot,
-        round=assignment.round,
-        seed=run.pace.seed,
-        bytes_before=assignment.bytes_before,
-        bytes_per_step=run.bytes_per_step,
-        bytes_planned=run.bytes_after(run.pace.rounds),
+def is_finite(update: Update) -> bool:
+    """Whether anybody could average it; JSON could not even tell its loss."""
+    return math.isfinite(update.loss) and all(
+        np.isfinite(change).all() for change in update.change.values()
     )
-
-
-def loaders_of(paths: dict[int, Path], run: Run, where: torch.device) -> list[Loader]:
-    """Opens neighbours from their files; those that nobody looks at are not there."""
-
-    def loader(block: int) -> Loader:
-        def load() -> Block:
-            return map_block(paths[block], run.shape, block).to(where)
-
-        return load
-
-    return [loader(block) for block in range(run.shape.blocks)]
-
-
-def save_memory(folder: Path, memory: Memory) -> None:
-    """What a replica remembers, as files."""
-    save_tensors(folder / "optimiser", memory.optimiser)
-    if memory.residual is not None:
-        residual = {name: torch.from_numpy(value) for name, value in memory.residual.items()}
-        save_tensors(folder / "residual", residual)
-
-
-def load_memory(folder: Path) -> Memory:
-    """What `save_memory` wrote, or nothing."""
-    if not (folder / "optimiser").is_file():
-        return Memory()
-    optimiser = load_tensors(folder / "optimiser")
-    if not (folder / "residual").is_file():
-        return Memory(optimiser)
-    residual = load_tensors(folder / "residual")
-    return Memory(optimiser, {name: value.numpy() for name, value in residual.items()})

@@ -39,13 +39,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadInput, BadKey
 from blocktrain.wire.signing import is_id
-from blocktrain.wire.tls import MAX_PEM, MEMBER_URI
-from blocktrain.wire.tls import Papers as Papers
-from blocktrain.wire.tls import client_context as client_context
-from blocktrain.wire.tls import member_host as member_host
-from blocktrain.wire.tls import peer_id as peer_id
-from blocktrain.wire.tls import server_context as server_context
-from blocktrain.wire.tls import trust_by_fingerprint as trust_by_fingerprint
+from blocktrain.wire.tls import MAX_PEM, MEMBER_URI, Papers, member_host
 
 AUTHORITY_LIFE = timedelta(days=3653)  # longer than a run: a new one has a new fingerprint
 SERVER_LIFE = timedelta(days=397)

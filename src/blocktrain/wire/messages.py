@@ -9,7 +9,7 @@ blobs, named here by their digest.
 
 import threading
 from functools import cache
-from typing import Annotated, Any, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,7 @@ from msgspec import Meta
 from blocktrain.errors import BadInput, OtherProtocol
 from blocktrain.terms import Digest
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Changes when an old worker and a new coordinator would misunderstand each other."""
 MAX_MESSAGE = 256 * 1024  # bytes; the largest is a joined worker's config and block shapes
 
@@ -29,6 +29,8 @@ Sentence = Annotated[str, Meta(max_length=400)]
 Pem = Annotated[str, Meta(max_length=16 * 1024)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Reason = Literal["", "round", "base", "tensors", "numbers"]
+"""Why an update was refused, for programs; sentences are for people, and may change."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="say"):
@@ -166,6 +168,8 @@ class Receipt(Message, frozen=True, tag="receipt"):
     factor: float
     """On its share: 1 if in time, less if late."""
     why: Sentence
+    reason: Reason = ""
+    """Empty if it was not refused."""
 
 
 class Alive(Message, frozen=True, tag="alive"):

@@ -15,6 +15,7 @@ sum of what arrives then stays near the sum of what was meant.
 import hashlib
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,22 @@ import numpy as np
 
 from blocktrain.errors import BadTensors
 from blocktrain.terms import Array, Parameters
-from blocktrain.wire.codecs import CODECS, DTYPES, Dimensions, Part, Raw, bad_scales
+from blocktrain.wire.codecs import (
+    BLOCK,
+    CODECS,
+    DTYPES,
+    Dimensions,
+    Part,
+    Raw,
+    as_float,
+    bad_scales,
+)
 
 Shapes = Mapping[str, Dimensions]
 """Names and shapes of a block's parameters: what a receiver expects."""
 
 OTHER_HEADER = 4096  # bytes by which a header may exceed twice the expected one and be explained
+MOST_STEPS = {"I8": 128.0, "U8": 7.5}  # that a code stands for, by whichever codec: int4 has 7.5
 
 
 # --- whole bodies -------------------------------------------------------------------------------
@@ -96,6 +107,17 @@ class Body:
         if self.codec.exact and not own:
             return parts[0].reshape(shape)
         return self.codec.decode(parts, shape)
+
+    def ceiling(self, name: str) -> float:
+        """The sum of the squares of one tensor is no larger, whatever its codes are.
+
+        Its scales tell: 1 for 128 values. Without scales only the values do, and this is infinite.
+        """
+        codes, *scales = self.plan.places[name]
+        if not scales:
+            return math.inf
+        largest = as_float(self.parts(name)[1]).astype(np.float64) * MOST_STEPS[codes.part.dtype]
+        return BLOCK * float(np.vdot(largest, largest))
 
     def parts(self, name: str) -> list[Raw]:
         """What carries one tensor, still in the body's memory; scales are checked."""

@@ -3,7 +3,7 @@
     app.py        the routes, and who answers
     watching.py   for everybody: the dashboard, the status, the metrics
     working.py    for workers: join, ask, blobs, updates
-    serving.py    for members who serve: certificates, stages
+    serving.py    for members who serve: certificates, stages, which checkpoint (served.py)
     owning.py     for the owner: pause, ban, tokens, checkpoints
     door.py       who may come in, and how often
     answers.py    reading and answering, within limits

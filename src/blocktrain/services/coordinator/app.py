@@ -70,6 +70,8 @@ class Coordinator:
             Route("/v1/certificate", guarded(serving.certificate)),
             Route("/v1/stages", guarded(serving.stages)),
             Route("/v1/stages", guarded(serving.announce), methods=["POST"]),
+            Route("/v1/served", guarded(serving.served)),
+            Route("/v1/served", guarded(serving.publish), methods=["POST"]),
             Route("/v1/status", guarded(watching.status)),
             Route("/v1/events", guarded(watching.events)),
             Route("/v1/checkpoint", guarded(owning.checkpoint)),
@@ -99,7 +101,9 @@ class Coordinator:
 
         self.keeper.changed = changed
         self.keeper.start()
+        keeping = asyncio.create_task(self.serving.checkpoint.keep())
         yield
+        keeping.cancel()
         self.office.announce(True)
         await asyncio.to_thread(self.keeper.close)
 

@@ -49,6 +49,9 @@ class Door:
         secret = keeper.key.private.private_bytes_raw()
         self.secret = hmac.digest(secret, b"blocktrain sessions 1", "sha256")
         self.members: dict[WorkerId, str | None] = {}
+        """Why each one may not come in any more; None: it may."""
+        self.tokens: dict[WorkerId, str] = {}
+        """By which each one came, as a hash."""
         self.buckets: dict[str, Bucket] = {}
         self.refresh()
 
@@ -57,14 +60,15 @@ class Door:
         with self.keeper.ledger.reading() as r:
             revoked = {token.hash for token in r.tokens() if token.revoked is not None}
             members: dict[WorkerId, str | None] = {}
-            for worker in r.workers():
+            workers = r.workers()
+            for worker in workers:
                 if worker.banned is not None:
                     members[worker.id] = "The owner takes nothing more from you."
                 elif worker.token in revoked:
                     members[worker.id] = "Your token was revoked; ask the owner for another one."
                 else:
                     members[worker.id] = None
-        self.members = members
+        self.members, self.tokens = members, {worker.id: worker.token for worker in workers}
 
     def session(self, worker: str) -> str:
         """The secret of a worker's further requests: made, not kept, so restarts do not matter."""

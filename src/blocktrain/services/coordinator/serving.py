@@ -1,7 +1,8 @@
-"""For members who serve the model: papers for the links between them, and who serves what."""
+"""For members who serve the model: papers for their links, who serves what, which checkpoint."""
 
 import asyncio
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from starlette.requests import Request
@@ -10,10 +11,11 @@ from starlette.responses import Response
 from blocktrain.aggregation.ledger import WorkerId
 from blocktrain.services.coordinator.answers import read, same, say, verify
 from blocktrain.services.coordinator.office import Office
-from blocktrain.wire import messages
+from blocktrain.services.coordinator.served import Served
+from blocktrain.wire import messages, owner
 from blocktrain.wire.messages import MAX_MESSAGE
 from blocktrain.wire.registry import Registry
-from blocktrain.wire.serving import Announce, Stages
+from blocktrain.wire.serving import Announce, Publish, Stages
 
 LIFE = timedelta(days=7)  # of a certificate: so long a banned member may still open links to others
 
@@ -27,6 +29,7 @@ class Serving:
     def __init__(self, office: Office) -> None:
         self.office, self.door = office, office.door
         self.registry = Registry()
+        self.checkpoint = Served(office.keeper)
 
     async def certificate(self, request: Request) -> Response:
         """A member's papers: whoever holds the key of its id may show them to other members."""
@@ -42,8 +45,8 @@ class Serving:
         announce = messages.decode(signed.body, Announce)
         same(worker, announce.place.stage)
         verify(signed, worker, "announce")
-        self.registry.hear(announce, time.monotonic())
-        return say(messages.Done())
+        of = self.door.tokens.get(worker, worker)  # one token may have so many stages and no more
+        return say(self.registry.hear(announce, time.monotonic(), of))
 
     async def stages(self, request: Request) -> Response:
         """Who serves what, as far as it fits into a message."""
@@ -53,6 +56,23 @@ class Serving:
         while len(messages.encode(Stages(here))) > MAX_MESSAGE:  # nobody would read it
             here = here[: len(here) * 9 // 10]
         return say(Stages(here))
+
+    async def served(self, request: Request) -> Response:
+        """The checkpoint that all of them serve."""
+        self.door.worker(request)
+        return await self._tell(self.checkpoint.current)
+
+    async def publish(self, request: Request) -> Response:
+        """They shall all serve the newest one: the owner says so."""
+        self.door.token(request, "owner")
+        await read(request, Publish)
+        return await self._tell(self.checkpoint.move)
+
+    async def _tell(self, find: Callable[[float], list[messages.Version]]) -> Response:
+        keeper = self.office.keeper
+        versions = await asyncio.to_thread(find, time.monotonic())
+        charter, ended = keeper.charter_bytes.decode(), keeper.state.ended
+        return say(owner.Checkpoint(keeper.run, charter, versions, ended))
 
     def welcome(self, announce: Announce) -> bool:
         """Whether whoever said that is a member still, neither banned nor without a token."""

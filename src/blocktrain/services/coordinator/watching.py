@@ -65,7 +65,8 @@ class Watching:
         with keeper.ledger.reading() as r:
             now = statuses.status(keeper.run, keeper.charter, keeper.state, time.monotonic(), r)
         moved = min(now.bytes_moved, MOST)  # workers say what they moved, and may say anything
-        now = replace(now, reference=self.reference, bytes_moved=moved)
+        workers = [each for each in now.workers if works(each)]
+        now = replace(now, reference=self.reference, bytes_moved=moved, workers=workers)
         while len(messages.encode(now)) > MAX_MESSAGE and now.workers:  # nobody would read it
             workers, events = now.workers, now.events
             shown, last = workers[: len(workers) // 2], events[len(events) // 2 :]
@@ -104,3 +105,9 @@ class Watching:
 
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+
+def works(who: owner.WorkerStatus) -> bool:
+    """Whether it ever asked for work. Stages and gateways join as workers do, but never ask."""
+    asked = who.traffic.sent or who.traffic.received
+    return bool(who.here or who.updates or asked or who.banned)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 STANDSTILL = 30.0  # seconds that a request's body may take, and that a reader may read nothing
 HEARTBEAT = 10.0  # seconds of silence in a stream; proxies give up after 30 or 60
-GOOD_BYE = 5.0  # seconds that the end of an abandoned answer may take
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -33,6 +32,10 @@ STREAM = "text/event-stream"
 
 class TooLong(BadInput):
     """A body beyond the limit."""
+
+
+class Elsewhere(NotAllowed):
+    """A page of another site asks, which is not its visitor's wish."""
 
 
 class TooOften(NotAllowed):
@@ -50,6 +53,7 @@ class Nothing(BadInput):
 STATUS_OF: list[tuple[type[BlockTrainError], int]] = [
     (Full, 429),
     (TooOften, 429),
+    (Elsewhere, 403),
     (NotAllowed, 401),
     (TooLong, 413),
     (Nothing, 404),
@@ -105,14 +109,15 @@ async def read(request: Request, limit: int) -> bytes:
 class Live(Response):
     """An answer in the making: it begins with its first chunk, and ends when its reader goes away.
 
-    Until the first chunk an error is an answer of its own; later it is one more event.
+    Until the first chunk, or heartbeat, an error is an answer of its own; later it is an event.
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, route: str) -> None:
         streamed = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(None, 200, {**HEADERS, **streamed}, media_type)
         del self.headers["Content-Length"]
-        self.chunks, self.route, self.spoken = chunks, route, 0.0
+        self.chunks, self.route = chunks, route
+        self.began, self.spoken = False, asyncio.get_running_loop().time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def gone() -> None:
@@ -157,10 +162,11 @@ class Live(Response):
 
     async def speak(self, chunk: bytes, send: Send) -> None:
         """One chunk; before the first one, the head."""
-        if not self.spoken:
+        self.spoken = asyncio.get_running_loop().time()
+        if not self.began:
+            self.began = True
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-        self.spoken = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def fail(
@@ -168,8 +174,8 @@ class Live(Response):
     ) -> None:
         """An error as the whole answer, or as its last event."""
         response = refused(error)
-        if self.spoken:
-            await self.speak(event(response.body), send)
+        if self.began:
+            await self.speak(event(openai.error(response.status_code, error)), send)
             await send({"type": "http.response.body", "body": b""})
             return
         self.status_code = response.status_code
@@ -181,14 +187,13 @@ class Live(Response):
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(HEARTBEAT / 4)
-            if self.media_type == STREAM and self.spoken and clock() > self.spoken + HEARTBEAT:
+            if self.media_type == STREAM and clock() > self.spoken + HEARTBEAT:
                 await self.speak(b": still here\n\n", send)
 
 
-def event(told: Any, name: str | None = None) -> bytes:
+def event(told: Any) -> bytes:
     """A server-sent event. JSON has no line ends of its own."""
-    body = bytes(told) if isinstance(told, bytes | memoryview) else msgspec.json.encode(told)
-    return (f"event: {name}\n".encode() if name else b"") + b"data: " + body + b"\n\n"
+    return b"data: " + msgspec.json.encode(told) + b"\n\n"
 
 
 def refused_in_our_words(error: BlockTrainError) -> Response:
@@ -209,6 +214,8 @@ def guarded(handler: Handler, refusal: Refusal = refused) -> Handler:
     async def answer(request: Request) -> Response:
         try:
             response = await handler(request)
+        except ClientDisconnect:
+            response = Response(status_code=400)
         except BlockTrainError as error:
             response = refusal(error)
         if not isinstance(response, Live):

@@ -1,7 +1,7 @@
 """The gateway's routes, and who answers."""
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from starlette.routing import Mount, Route
 
 from blocktrain import metrics, playground
 from blocktrain.errors import NotAllowed
+from blocktrain.services.announcing import beside
 from blocktrain.services.gateway import openai
 from blocktrain.services.gateway.answers import (
     STREAM,
@@ -24,11 +25,11 @@ from blocktrain.services.gateway.answers import (
     refused_in_our_words,
     say,
 )
-from blocktrain.services.gateway.door import Door
+from blocktrain.services.gateway.door import Door, address
 from blocktrain.services.gateway.fair import Limits, Line
 from blocktrain.services.gateway.forms import Form
 from blocktrain.services.gateway.keys import Keys
-from blocktrain.services.gateway.openai import MAX_BODY, Offer
+from blocktrain.services.gateway.openai import Offer
 from blocktrain.services.gateway.telling import Source, Teller
 from blocktrain.services.gateway.watching import covered, picture, told
 from blocktrain.wire import messages, signing
@@ -50,6 +51,8 @@ class House:
     """None: anybody may ask."""
     registry: Registry | None = None
     """Where stages announce themselves; None: they do so elsewhere, at a coordinator."""
+    upkeep: Sequence[Callable[[], Coroutine[None, None, None]]] = ()
+    """What is to be seen to for as long as the gateway is up."""
     made: float = field(default_factory=time.time)
 
 
@@ -90,6 +93,7 @@ class Gateway:
         async with AsyncExitStack() as stack:
             if isinstance(self.source, AbstractAsyncContextManager):
                 await stack.enter_async_context(self.source)
+            await stack.enter_async_context(beside(*(each() for each in self.house.upkeep)))
             yield
 
     # --- for everybody ----------------------------------------------------------------------------
@@ -160,7 +164,7 @@ class Gateway:
     async def asked(self, request: Request) -> tuple[str, openai.Wanted]:
         """Who asks, and for what. The key is checked before a byte of the body is read."""
         who = self.door.who(request)
-        body = await read(request, MAX_BODY)
+        body = await read(request, self.house.offer.max_body)
         objective = self.source.shape.objective
         return who, openai.parse(body, self.house.name, objective, self.house.offer)
 
@@ -176,8 +180,8 @@ class Gateway:
         right = signing.verify(signed.by, signed.body, "announce", signature)
         if signed.by != said.place.stage or not right:
             raise NotAllowed("An announcement must be signed by the stage that it is of.")
-        registry.hear(said, time.monotonic())
-        return Response(messages.encode(messages.Done()), media_type="application/json")
+        heard = registry.hear(said, time.monotonic(), address(request))
+        return Response(messages.encode(heard), media_type="application/json")
 
     async def stages(self, request: Request) -> Response:
         """Who has announced itself: for stages that look where they are needed."""

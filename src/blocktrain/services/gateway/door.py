@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from blocktrain.errors import NotAllowed
-from blocktrain.services.gateway.answers import TooOften
+from blocktrain.services.gateway.answers import Elsewhere, TooOften
 from blocktrain.services.gateway.keys import Keys
 
-# A stage speaks once a second or two. A registry of 1,024 stages that forgets after 5 s cannot be
-# filled from one address at this pace: 100 + 5 x 50 are 350 of them.
+# A stage speaks once a second or two; one address may have 64 of them (wire/registry.py).
 WORDS_PER_SECOND = 50.0
 BURST = 100.0
 MOST_BUCKETS = 10_000  # strangers remembered at once
@@ -43,6 +42,8 @@ class Door:
 
     def who(self, request: Request) -> str:
         """Whose request this is: a key's name, or an address where no keys are asked for."""
+        if request.headers.get("sec-fetch-site") == "cross-site":  # which only browsers say
+            raise Elsewhere("A page of another site asks here; open the gateway's own page.")
         if self.keys is None:
             return address(request)
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")

@@ -16,12 +16,11 @@ from blocktrain.errors import BadInput, BlockTrainError
 from blocktrain.inference.decode import Sampling
 from blocktrain.learning.model import Objective
 from blocktrain.services.gateway.texts import Shown
-from blocktrain.wire.serving import Codec
+from blocktrain.wire.serving import USUAL, Codec
 
 Mode = Literal["ar", "exact", "speculative", "whole"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 CODECS: tuple[Codec, ...] = get_args(Codec)
-MAX_BODY = 256 * 1024  # bytes of a request: a prompt may take six times its own, as \\u0001
 MAX_STOPS = 4
 MAX_STOP = 256  # characters
 MAX_TRAVERSALS = 64
@@ -32,12 +31,17 @@ DEFAULT_TOKENS = 256  # OpenAI's 16 are words' worth; 16 bytes would be two or t
 class Offer:
     """What the owner lets people ask for."""
 
-    codec: Codec = "fp16"
+    codec: Codec = USUAL
     """How activations travel where a request does not say."""
     max_prompt: int = 32 * 1024
     """Bytes of a prompt; the model sees the last of them, as many as its window has room for."""
     max_tokens: int = 4096
     """Bytes that one request may generate."""
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of a request: in JSON a byte may take six (\\u0001), and the rest needs room."""
+        return 6 * self.max_prompt + 64 * 1024
 
 
 class Wrong(BadInput):

@@ -54,7 +54,8 @@ class Source(Protocol):
 class Waiting:
     """There is no place yet."""
 
-    others: int
+    count: int
+    """Requests in line, this one among them."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ def told(event: Event, wanted: Wanted) -> dict[str, Any]:
     """An event as the page reads it."""
     seed = wanted.sampling.seed
     match event:
-        case Waiting(others):
-            return {"say": "waiting", "others": others}
+        case Waiting(count):
+            return {"say": "waiting", "count": count}
         case Begun():
             return {"say": "begun", "seed": seed}
         case Glimpse(stage, text):
@@ -60,9 +60,9 @@ def picture(source: Source, name: str, offer: Offer) -> dict[str, Any]:
 
 
 def covered(stages: Sequence[StageReport], blocks: int) -> bool:
-    """Whether some route leads through every block."""
-    reached = {0}
+    """Whether some route leads through every block of one model."""
+    reached = {(stage.model, 0) for stage in stages}
     for stage in sorted(stages, key=lambda stage: stage.first):
-        if stage.first in reached:
-            reached.add(stage.last + 1)
-    return blocks in reached
+        if (stage.model, stage.first) in reached:
+            reached.add((stage.model, stage.last + 1))
+    return any(end == blocks for _, end in reached)

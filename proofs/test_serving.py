@@ -1,0 +1,47 @@
+"""What the serving network promises, at full size. Slow and for root: `make proofs`."""
+
+from proofs.test_reach import RUNS, last_line
+
+
+def test_exact_beats_its_baselines_over_a_wan() -> None:
+    """In runs/wan, which goes on where it was stopped; `whole` by the model in runs/whole."""
+    found = last_line(
+        "bench", "wan", "--whole-model", str(RUNS / "whole"), "--out", str(RUNS / "wan"), "--json"
+    )
+    far = {
+        (row["mode"], row["temperature"]): row
+        for row in found["rows"]
+        if (row["rtt_ms"], row["mbit"]) == (100, 100)
+    }
+    exact, speculative = far["exact", 0.8], far["speculative", 0.8]
+    assert exact["times_ar"] >= 3.5
+    assert exact["bytes_per_s"] >= 1.3 * speculative["bytes_per_s"]
+    assert far["whole 1", 0.8]["times_ar"] >= 50
+    for row in found["rows"]:
+        assert row["identical"] in (True, None)
+    assert found["verdict"]
+
+
+def test_stages_cost_little_over_one_process() -> None:
+    assert last_line("bench", "stages", "--json")["ratio"] <= 1.15
+
+
+def test_sixty_four_streams_are_served_alike() -> None:
+    found = last_line("bench", "serve", "--json")
+    assert (found["streams"], found["dropped"]) == (64, 0)
+    assert found["jain"] >= 0.95
+    assert found["same_text_alone"]
+    assert found["bytes_per_s"] >= 0.9 * found["alone_bytes_per_s"]
+
+
+def test_activations_lose_nothing() -> None:
+    costs = {
+        row["codec"]: row["cost"] for row in last_line("bench", "activations", "--json")["rows"]
+    }
+    assert costs["fp16"] <= 0.002
+
+
+def test_many_logical_parameters_in_one_traversal() -> None:
+    found = last_line("bench", "logical", "--parameters", "75.8e9", "--json")
+    assert found["parameters"] >= 75.7e9
+    assert found["ratio"] >= 4

@@ -1,0 +1,251 @@
+"""The rows of a reproduction: each asks one thing, and tells it from the steps it looks up.
+
+A row's function asks the notebook for what it needs and computes; whatever is missing is done and
+the function called again. So a row's commands are those that its value was made from. One end to
+end reference serves all of a question's runs: the same bytes, order, optimiser and averaging.
+
+A question that the lab cannot put yet has no row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blocktrain.bench.comparing import Found, Table, against, curve, less, mb, moving, reached
+from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
+from blocktrain.bench.scales import Scale, changed, sized, tuned
+from blocktrain.bench.steps import Notebook, bench, three_hosts
+from blocktrain.bench.three_hosts import PAPER_CE
+from blocktrain.services.run import Run
+
+STRETCHES = (1.0, 1.25, 1.5)  # of the budget: how much longer blocks may take to the reference's CE
+DILOCO = {"outer_rate": 0.7, "outer_momentum": 0.9}  # its authors' outer optimiser
+WAN_ROUNDS = 24
+HEADLINE = "denoise, chain from 0, mean of the blocks (headline)"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that is asked."""
+
+    key: str
+    asks: str
+    tell: Callable[[Notebook, Scale], Found]
+    unit: str = ""
+    """Of its value; a row without one has a table only."""
+    paper: str = ""
+    bar: float | None = None
+    goal: float | None = None
+    quick: bool = True
+    """Whether a small machine has it within minutes."""
+
+
+# --- the headline --------------------------------------------------------------------------------
+
+
+def ce(book: Notebook, scale: Scale) -> Found:
+    """Blocks with one worker each; the audit of the first seed's model must pass."""
+    blocks = sized(tuned(book, scale).blocks, scale.budget)
+    runs = [changed(blocks, seed=seed) for seed in scale.seeds]
+    found = book.labs(*runs)
+    book.of_model("audit", runs[0])
+    note = f"audit passed, {mb(found[0])} seen, Muon's rate {runs[0].rates.matrix:g}"
+    curves = {"blocks": curve(found[0])}
+    return Found([each.result["ce"] for each in found], curves=curves, note=note)
+
+
+def gap(book: Notebook, scale: Scale) -> Found:
+    """The headline against the reference, seed by seed."""
+    sides = tuned(book, scale)
+    blocks, reference = (sized(run, scale.budget) for run in (sides.blocks, sides.reference))
+    ours = [changed(blocks, seed=seed) for seed in scale.seeds]
+    theirs = [changed(reference, seed=seed) for seed in scale.seeds]
+    found = book.labs(*ours, *theirs)
+    pairs = list(zip(found[: len(ours)], found[len(ours) :], strict=True))
+    table = [
+        {"seed": seed, "blocks": one.result["ce"], "reference": other.result["ce"]}
+        for seed, (one, other) in zip(scale.seeds, pairs, strict=True)
+    ]
+    note = f"the reference's rate: {theirs[0].rates.matrix:g}"
+    curves = {"reference": curve(pairs[0][1])}
+    return Found([less(one, other) for one, other in pairs], table, curves, note)
+
+
+def flops_ratio(book: Notebook, scale: Scale) -> Found:
+    """FLOPs until the blocks' CE of a sample is what the reference's is in the end."""
+    sides = tuned(book, scale)
+    reference = sized(sides.reference, scale.budget)
+    [aim] = book.labs(reference)
+    for stretch in STRETCHES:
+        run = sized(sides.blocks, stretch * scale.budget)
+        [found] = book.labs(run)
+        if share := reached(found.history, aim.history[-1][1]):
+            value = share * flops_of(run) / flops_of(reference)
+            return Found([value], note=f"after {share:.0%} of {mb(found)}, by a sample of valid")
+    return Found(note=f"not reached with {STRETCHES[-1]:g} times the bytes")
+
+
+def wan_bytes(book: Notebook, scale: Scale) -> Found:
+    """Bytes at the workers' sockets until CE of a sample was 1.811."""
+    [found] = book.read(three_hosts(changed(scale.base, rounds=WAN_ROUNDS)))
+    moved = found.result[f"bytes_moved_to_{PAPER_CE}"]
+    note = f"CE {found.result['ce']:.3f} in the end, {found.result['bytes_moved'] / 1e6:.1f} MB"
+    return Found([] if moved is None else [moved], note=note)
+
+
+def memory_ratio(book: Notebook, scale: Scale) -> Found:
+    """Anonymous memory of a worker against the end-to-end trainer's."""
+    [found] = book.read(bench("memory", *scale.memory))
+    millions = found.result["parameters_per_block"] / 1e6
+    return Found([found.result["neighbours_ratio"]], note=f"{millions:.0f} M parameters a block")
+
+
+# --- 1, staleness, and 2, lookahead -------------------------------------------------------------
+
+
+def staleness(book: Notebook, scale: Scale) -> Found:
+    """Rounds of other lengths, the same bytes."""
+    sides = tuned(book, scale)
+    runs = [sized(changed(sides.blocks, local_steps=steps), scale.budget) for steps in (5, 20, 80)]
+    return Found(table=against(book, runs, sized(sides.reference, scale.budget), "local_steps"))
+
+
+def gap_h80(book: Notebook, scale: Scale) -> Found:
+    """One line of the table about staleness."""
+    return Found([staleness(book, scale).table[-1]["gap"]])
+
+
+def steady(book: Notebook, scale: Scale) -> Found:
+    """How fast neighbours follow snapshots (0: at once), and a damped outer step."""
+    sides = tuned(book, scale)
+    runs = [changed(sides.blocks, steady=kept) for kept in (0.0, 0.5, 0.7, 0.9)]
+    runs.append(changed(sides.blocks, outer_rate=0.7))
+    runs = [sized(run, scale.part) for run in runs]
+    reference = sized(sides.reference, scale.part)
+    return Found(table=against(book, runs, reference, "steady", "outer_rate"))
+
+
+def lookahead(book: Notebook, scale: Scale) -> Found:
+    """How far downstream the loss is taken, and what that costs."""
+    sides = tuned(book, scale)
+    runs = [sized(changed(sides.blocks, lookahead=blocks), scale.budget) for blocks in (0, 1, 2)]
+    reference = sized(sides.reference, scale.budget)
+    return Found(table=against(book, runs, reference, "lookahead", flops=True))
+
+
+def own_share(book: Notebook, scale: Scale) -> Found:
+    """How much of the loss is taken at the block's own head."""
+    sides = tuned(book, scale)
+    runs = [sized(changed(sides.blocks, own_share=share), scale.part) for share in (0.0, 0.1, 0.3)]
+    return Found(table=against(book, runs, sized(sides.reference, scale.part), "own_share"))
+
+
+# --- 4, replicas, and what they move -------------------------------------------------------------
+
+
+def replicas(book: Notebook, scale: Scale) -> Found:
+    """1, 2 and 6 workers per block: the same bytes and steps, each with its part of a batch."""
+    blocks = tuned(book, scale).blocks
+    return moving(book, "blocks", [crew(blocks, scale, count) for count in (1, 2, 6)])
+
+
+def six_workers_extra(book: Notebook, scale: Scale) -> Found:
+    """One line of the table about replicas."""
+    table = replicas(book, scale).table
+    return Found([table[-1]["ce"] - table[0]["ce"]])
+
+
+def diloco(book: Notebook, scale: Scale) -> Found:
+    """Workers that hold the whole model and average it: plainly, and with DiLoCo's own step."""
+    sides = tuned(book, scale)
+    whole = changed(
+        sides.blocks, blocks=1, layers=sides.reference.shape.layers,
+        matrix=sides.reference.rates.matrix,
+    )  # fmt: skip
+    runs = [crew(whole, scale, count) for count in (1, 2, 6)]
+    return moving(book, "DiLoCo", [*runs, changed(runs[-1], **DILOCO)])
+
+
+def codecs(book: Notebook, scale: Scale) -> Found:
+    """Coarser updates and deltas, made up for by what is kept back."""
+    blocks = tuned(book, scale).blocks
+    runs = [changed(blocks, codec=name) for name in ("fp32", "int8", "int4", "int2")]
+    return moving(book, "blocks", [sized(run, scale.part) for run in runs])
+
+
+def crew(run: Run, scale: Scale, count: int) -> Run:
+    """So many workers per block."""
+    return sized(changed(run, replicas=count, batch=scale.shared_batch // count), scale.budget)
+
+
+# --- 5, blocks, and 6, denoise -------------------------------------------------------------------
+
+
+def blocks(book: Notebook, scale: Scale) -> Found:
+    """The same layers cut into 2, 4 and 8 blocks."""
+    sides = tuned(book, scale)
+    runs = [
+        sized(changed(sides.blocks, blocks=count, layers=scale.depth // count), scale.budget)
+        for count in (2, 4, 8)
+    ]
+    reference = sized(changed(sides.reference, layers=scale.depth), scale.budget)
+    table = against(book, runs, reference, "blocks", flops=True)
+    for line, run in zip(table, runs, strict=True):
+        last = run.shape.blocks - 1
+        line["MB moved a round"] = moved_per_round(run) / 1e6
+        line["MB fetched a round by the last block"] = fetched_per_round(run, last) / 1e6
+    return Found(table=table, note=f"{scale.depth} layers in all")
+
+
+def gap_k8(book: Notebook, scale: Scale) -> Found:
+    """One line of the table about blocks."""
+    return Found([blocks(book, scale).table[-1]["gap"]])
+
+
+def denoise(book: Notebook, scale: Scale) -> Found:
+    """The paper's objective by every readout, beside what needs no noise."""
+    sides = tuned(book, scale)
+    noisy = changed(sides.blocks, objective="denoise")
+    kinds = (sides.reference, sides.shallow, sides.blocks, noisy)
+    runs = [sized(run, scale.budget) for run in kinds]
+    found = book.labs(*runs)
+    readouts = book.of_model("evaluate", runs[-1], "--readouts")
+    names = ("end to end, all layers", "end to end, one block's layers", "neighbours", HEADLINE)
+    table: Table = [
+        {"readout": name, "ce": each.result["ce"], "gap": less(each, found[0])}
+        for name, each in zip(names, found, strict=True)
+    ]
+    table += [
+        {"readout": f"denoise, {name}", "ce": value, "gap": None}
+        for name, value in readouts.result.items()
+        if name.endswith("sample)")
+    ]
+    return Found(table=table, note="a sample's CE has no gap to that of the whole test split")
+
+
+# --- the rows ------------------------------------------------------------------------------------
+
+
+NATS = "nats"
+ROWS = (
+    Row("ce", "four blocks, one worker each: CE", ce, NATS, "1.359", 1.25, 1.15),
+    Row("gap", "gap to end to end, rounds of 20 steps", gap, NATS, "about 0.04", 0.015, 0.0),
+    Row("gap_h80", "the same with rounds of 80 steps", gap_h80, NATS, "not stated", 0.04, 0.01),
+    Row("six_workers_extra", "six workers per block over one, equal steps and bytes",
+        six_workers_extra, NATS, "+0.026", 0.02, 0.01),
+    Row("wan_bytes", "three hosts over a WAN: bytes moved to CE 1.811", wan_bytes, "MB",
+        "15.22 GB in all", 152e6, 50e6, quick=False),
+    Row("memory_ratio", "a worker's peak memory over the end-to-end trainer's", memory_ratio,
+        "ratio", '"modest"', 0.45, 0.32),
+    Row("flops_ratio", "FLOPs of all workers to the reference's CE, over the reference's",
+        flops_ratio, "ratio", "not stated", 2.5, 2.0),
+    Row("gap_k8", "gap at eight blocks", gap_k8, NATS, "not stated", 0.06, 0.03),
+    Row("staleness", "1. Staleness: local steps per round", staleness),
+    Row("steady", "1. How fast neighbours follow, and a damped outer step", steady, quick=False),
+    Row("lookahead", "2. Lookahead: how many blocks downstream the loss is taken", lookahead),
+    Row("own_share", "2. The share of the loss at the block's own head", own_share, quick=False),
+    Row("replicas", "4. Workers per block", replicas),
+    Row("diloco", "4. Workers that hold the whole model (DiLoCo)", diloco),
+    Row("codecs", "4. Codecs of updates and deltas", codecs, quick=False),
+    Row("blocks", "5. Blocks at a fixed depth", blocks),
+    Row("denoise", "6. The paper's objective, honest and LEAKY", denoise),
+)  # fmt: skip

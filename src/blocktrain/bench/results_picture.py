@@ -1,0 +1,128 @@
+"""The pictures of a reproduction, each drawn only if there is something measured to draw."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no screen is needed, and none is assumed
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from blocktrain.bench.results import Results
+
+BLOCKS, END_TO_END, DILOCO = "#0b6e4f", "#333333", "#b08900"
+CURVES, FRONTIER = "results-curves.png", "results-frontier.png"
+STALENESS, CUTS = "results-staleness.png", "results-blocks.png"
+SAMPLE = "CE, nats per byte (64 KiB sample of valid)"
+MANY = 4  # lines; the legend of more stands beside the picture, where it covers none
+MARKS = "osD^v"
+"""One mark for each line of a family, in the order of its table."""
+
+
+def drawn(results: Results) -> dict[str, str]:
+    """The pictures there is data for, and what they show."""
+    needs = {
+        CURVES: ("CE against bytes seen", ("ce", "gap")),
+        FRONTIER: ("CE against bytes moved", ("replicas", "diloco")),
+        STALENESS: ("Gap against local steps per round", ("staleness",)),
+        CUTS: ("Gap against the number of blocks", ("blocks",)),
+    }
+    return {name: words for name, (words, keys) in needs.items() if any(map(results.row, keys))}
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Draws them into a folder; what could not be drawn from these results is not left there."""
+    painters: dict[str, Callable[[Axes, Results], None]] = {
+        CURVES: curves,
+        FRONTIER: frontier,
+        STALENESS: staleness,
+        CUTS: cuts,
+    }
+    made = []
+    for name, paint in painters.items():
+        if name not in drawn(results):
+            (folder / name).unlink(missing_ok=True)
+            continue
+        figure, axes = plt.subplots(figsize=(7.5, 4.5), dpi=140)
+        paint(axes, results)
+        axes.grid(alpha=0.25, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+        many = len(axes.get_legend_handles_labels()[0]) > MANY
+        beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if many else {}
+        axes.legend(frameon=False, fontsize=9, **beside)
+        figure.savefig(folder / name, bbox_inches="tight")
+        plt.close(figure)
+        made.append(folder / name)
+    return made
+
+
+def curves(axes: Axes, results: Results) -> None:
+    """CE against bytes seen: reference, blocks, DiLoCo."""
+    for key, colour, words in (("gap", END_TO_END, "end to end"), ("ce", BLOCKS, "four blocks")):
+        for points in lines_of(results, key).values():
+            line(axes, points, words, color=colour, linestyle="--" if key == "gap" else "-")
+    for name, points in lines_of(results, "diloco").items():
+        if "replicas: 6" in name:
+            style = "-." if "momentum" in name else ":"
+            line(axes, points, name, color=DILOCO, linestyle=style)
+    axes.set_xlabel("MB seen by each block")
+    axes.set_ylabel(SAMPLE)
+
+
+def frontier(axes: Axes, results: Results) -> None:
+    """CE against bytes moved, along each run: blocks and DiLoCo on the same axes."""
+    for key, colour in (("replicas", BLOCKS), ("diloco", DILOCO)):
+        row = results.row(key)
+        if row is None:
+            continue
+        for mark, entry, (name, points) in zip(MARKS, row.table, row.curves.items(), strict=False):
+            per_byte = entry["MB moved"] * 1e6 / points[-1][0]
+            moved = [(seen * per_byte, sample) for seen, sample in points]
+            line(axes, moved, name, color=colour, marker=mark, markersize=4, alpha=0.9)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("MB moved by all workers")
+    axes.set_ylabel(SAMPLE)
+
+
+def staleness(axes: Axes, results: Results) -> None:
+    """Gap against local steps per round."""
+    gaps(axes, results, "staleness", "local_steps", "local steps per round, equal bytes")
+
+
+def cuts(axes: Axes, results: Results) -> None:
+    """Gap against K."""
+    gaps(axes, results, "blocks", "blocks", "blocks, the same layers in all")
+
+
+def gaps(axes: Axes, results: Results, key: str, setting: str, words: str) -> None:
+    """The gap of each line of a table; the reference is the line at 0."""
+    row = results.row(key)
+    assert row is not None
+    x, y = [entry[setting] for entry in row.table], [entry["gap"] for entry in row.table]
+    axes.axhline(0, color=END_TO_END, linestyle="--", label="end to end")
+    axes.plot(x, y, color=BLOCKS, marker="o", linewidth=2.2, label="blocks, each trained alone")
+    for at, gap in zip(x, y, strict=True):
+        axes.annotate(f"{gap:+.3f}", (at, gap), xytext=(0, 8), textcoords="offset points",
+                      ha="center", fontsize=9,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    axes.margins(x=0.08, y=0.2)
+    axes.set_xscale("log")
+    axes.set_xticks(x, map(str, x))
+    axes.minorticks_off()
+    axes.set_xlabel(words)
+    axes.set_ylabel("gap in CE to end to end, nats per byte (test)")
+
+
+def lines_of(results: Results, key: str) -> dict[str, list[tuple[float, float]]]:
+    """A row's curves, if it was measured."""
+    row = results.row(key)
+    return row.curves if row is not None else {}
+
+
+def line(axes: Axes, points: list[tuple[float, float]], words: str, **style: Any) -> None:
+    """One curve over megabytes; its last value stands in the legend, where nothing covers it."""
+    style = {"linewidth": 2, **style, "label": f"{words}: {points[-1][1]:.3f}"}
+    axes.plot([x / 1e6 for x, _ in points], [y for _, y in points], **style)

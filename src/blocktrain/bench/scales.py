@@ -1,0 +1,130 @@
+"""How large a reproduction is: the runs that every question starts from, and their bytes."""
+
+import hashlib
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import msgspec
+
+from blocktrain.bench.steps import OUT, WIKITEXT, Notebook, Record
+from blocktrain.services.run import Run
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One size of all rows."""
+
+    name: str
+    folder: str
+    """Where it is kept, if not told otherwise."""
+    base: Run
+    """Blocks with one worker each, before its rate is tuned."""
+    budget: int
+    """Bytes that each block sees, at least."""
+    part: int
+    """The same for what is tried out more cheaply: rates and other single settings."""
+    grid: tuple[float, ...]
+    """Muon's rates that both sides are tried with."""
+    seeds: tuple[int, ...]
+    shared_batch: int = 12
+    """Windows per step of all replicas of a block: 1, 2 and 6 of them have equal parts."""
+    depth: int = 8
+    """Layers of the model that is cut into 2, 4 and 8 blocks."""
+    memory: tuple[str, ...] = ()
+    """Flags of `bench memory`."""
+    data: str = WIKITEXT
+    """What is trained and measured on; OUT/text is a part of WikiText-2 as long as `cut`."""
+    cut: int = 0
+    judged: bool = True
+    """Whether bars and goals are for this size."""
+
+    @property
+    def text(self) -> str:
+        """What CE is of, in words."""
+        if not self.cut:
+            return "WikiText-2 raw's test split"
+        return f"the last twentieth of the first {self.cut / 1e6:g} MB of WikiText-2 raw"
+
+    @property
+    def digest(self) -> str:
+        """Names all settings: what was published under others is measured again."""
+        return hashlib.sha256(msgspec.json.encode(asdict(self))).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The two that are compared, each at its best rate, not yet of any length."""
+
+    blocks: Run
+    reference: Run
+    shallow: Run
+
+
+def changed(run: Run, **settings: Any) -> Run:
+    """The run with other values of some settings, whatever section they are in."""
+    for section in fields(Run):
+        old = getattr(run, section.name)
+        ours = {one.name: settings.pop(one.name) for one in fields(old) if one.name in settings}
+        run = replace(run, **{section.name: replace(old, **ours)})
+    if settings:
+        raise TypeError(f"A run has no {', '.join(settings)}; look at services/run.py.")
+    return run
+
+
+def sized(run: Run, budget: float) -> Run:
+    """The run with as many rounds as it takes to see so many bytes."""
+    return changed(run, rounds=max(1, -int(-budget // run.bytes_after(1))))
+
+
+def tuned(book: Notebook, scale: Scale) -> Sides:
+    """Both sides at the rate of the grid that serves each best.
+
+    Cheaper runs than the headline's (`scale.part`), the first seed; what counts is CE of a sample
+    of valid, so that nothing is chosen by the split that is reported. One block's depth takes the
+    reference's rate, and so does every end-to-end model of another depth.
+    """
+    blocks = scale.base
+    layers = blocks.shape.blocks * blocks.shape.layers
+    tries = [sized(changed(blocks, matrix=rate), scale.part) for rate in scale.grid]
+    others = [each.end_to_end(layers) for each in tries]
+    if len(scale.grid) > 1:
+        found = book.labs(*tries, *others)
+        ours, theirs = best(found[: len(tries)]), best(found[len(tries) :])
+    else:
+        ours = theirs = 0
+    reference = changed(blocks, matrix=scale.grid[theirs])
+    return Sides(
+        changed(blocks, matrix=scale.grid[ours]),
+        reference.end_to_end(layers),
+        reference.end_to_end(blocks.shape.layers),
+    )
+
+
+def best(records: list[Record]) -> int:
+    """Which one ended with the lowest CE of the valid sample."""
+    return min(range(len(records)), key=lambda index: records[index].history[-1][1])
+
+
+FULL = Scale(
+    name="full",
+    folder="runs/reproduce",
+    base=changed(Run(), local_steps=20),
+    budget=12_288_000,
+    part=4_096_000,
+    grid=(0.01, 0.02, 0.04),
+    seeds=(0, 1, 2),
+)
+
+QUICK = Scale(
+    name="quick",
+    folder="runs/reproduce-quick",
+    base=changed(Run(), local_steps=20, width=64, heads=1, window=128),
+    budget=327_680,  # 4 rounds of 80 steps: all lengths of rounds see the same bytes
+    part=163_840,
+    grid=(0.01, 0.02),
+    seeds=(0,),
+    memory=("--width", "512", "--layers", "4", "--batch", "2", "--window", "64"),
+    data=OUT + "text",
+    cut=4_000_000,  # the whole test split takes longer to read than a model to train here
+    judged=False,
+)

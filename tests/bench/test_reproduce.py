@@ -1,0 +1,387 @@
+"""A reproduction: rows from steps, steps done once, pages from results.json alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from blocktrain.bench.comparing import reached
+from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
+from blocktrain.bench.questions import ROWS
+from blocktrain.bench.reproduce import chosen, look, measure
+from blocktrain.bench.results import Results, read
+from blocktrain.bench.results_page import BEGIN, END, NOT_YET, publish, whole_page, with_section
+from blocktrain.bench.results_picture import CURVES, CUTS, FRONTIER, STALENESS, drawn
+from blocktrain.bench.scales import FULL, QUICK, Scale, changed, sized
+from blocktrain.bench.steps import Missing, Notebook, Record, Step, do, flags_of, lab
+from blocktrain.cli import build
+from blocktrain.commands.reproduce import told
+from blocktrain.disk import lock, write_atomically
+from blocktrain.errors import BadInput, BadRun, BlockTrainError
+from blocktrain.learning.local import Start, Work, parameters_of, train_locally
+from blocktrain.learning.model import new_block
+from blocktrain.learning.objective import Loader, objective_for
+from blocktrain.services.run import Run
+
+ROOT = Path(__file__).parents[2]
+TINY = replace(
+    QUICK,
+    base=changed(Run(), width=16, heads=1, window=16, batch=4, local_steps=2),
+    budget=1280,
+    part=640,
+    cut=0,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("the cat sat on the mat. " * 400)
+    return path
+
+
+def measured(folder: Path, ce: Callable[[Step], float]) -> Callable[[Step], Record]:
+    """Writes the record of a step without training: CE as given, falling along the run."""
+
+    def carry_out(step: Step) -> Record:
+        end = ce(step)
+        result = {
+            "ce": end, "bytes_seen": 1280, "core_seconds": 36.0, "bytes_moved_to_1.811": 42_000_000,
+            "bytes_moved": 60_000_000, "neighbours_ratio": 0.35, "parameters_per_block": 10**8,
+            "LEAKY: true target at sigma 1.00 (64 KiB sample)": end - 0.25,
+            "chain from noise, 1 draw (64 KiB sample)": end + 0.28,
+        }  # fmt: skip
+        history = [(seen, end + (1280 - seen) / 1280) for seen in range(128, 1281, 128)]
+        record = Record(step.name, result, history, 36.0, 2, "abc", "2026-11-16")
+        write_atomically(folder / f"{step.name}.json", msgspec.json.encode(record))
+        return record
+
+    return carry_out
+
+
+def by_kind(step: Step) -> float:
+    """Blocks 1.40, a reference 1.38; the rate 0.04 is the best for blocks, 0.01 for references."""
+    reference = "blocks-1-" in step.name
+    best = ("matrix-0.01-" if reference else "matrix-0.04-") in step.name
+    return (1.38 if reference else 1.40) - (0.01 if best else 0.0)
+
+
+def published(scale: Scale, folder: Path, place: Path) -> Results:
+    results = told(scale, folder, place)
+    publish(results, place, None)
+    return results
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [FULL, QUICK], ids=lambda scale: scale.name)
+def test_a_command_says_exactly_the_run_it_stands_for(scale: Scale) -> None:
+    """Parsed by the real command line, the flags of every step give back its run."""
+    runs = [scale.base, scale.base.end_to_end(4), changed(scale.base, seed=3, objective="denoise")]
+    runs.append(changed(scale.base, replicas=6, batch=2, outer_rate=0.7, codec="int2"))
+    for run in (sized(each, scale.budget) for each in runs):
+        command = lab(run).command(Path("runs"))
+        _, bound, _ = build().parse_args(command)
+        given = bound.arguments.get("run")
+        assert (given.plain if given else Run()) == run
+        assert ("--threads" in command) == (run.shape.blocks * run.pace.replicas == 1)
+    assert flags_of(Run()) == []
+
+
+def test_names_are_by_all_settings() -> None:
+    runs = [Run(), changed(Run(), seed=1), changed(Run(), steady=0.5), changed(Run(), codec="fp32")]
+    assert len({lab(run).name for run in runs}) == 4
+    assert lab(Run()) == lab(changed(Run(), seed=0))
+
+
+def test_rounds_are_as_many_as_the_bytes_take() -> None:
+    for steps in (5, 20, 80):
+        run = sized(changed(FULL.base, local_steps=steps), FULL.budget)
+        assert run.bytes_after(run.pace.rounds) == FULL.budget >= 12_000_000
+    with pytest.raises(TypeError, match="no width_of"):
+        changed(Run(), width_of=3)
+
+
+def test_a_step_is_a_real_command_done_once(text: Path, tmp_path: Path) -> None:
+    step = lab(sized(TINY.base, TINY.part), str(text))
+    record = do(step, tmp_path)
+    assert 2.0 < record.result["ce"] < 5.6
+    assert record.history[-1][0] == record.result["bytes_seen"] == TINY.part
+    assert record.core_seconds == record.result["core_seconds"] > 0
+    assert (tmp_path / step.name / "manifest.json").exists()
+    assert Notebook(tmp_path).read(step) == [record]
+
+
+def test_a_step_that_fails_says_why(tmp_path: Path) -> None:
+    bad = Step("bad", ("data", "fetch", "OUT/nothing", "--json"))
+    with pytest.raises(
+        BlockTrainError, match=r"fetch .*nothing --json` failed \(There is no .*8\); "
+    ):
+        do(bad, tmp_path)
+    with pytest.raises(Missing):
+        Notebook(tmp_path).read(bad)
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b"{")
+    with pytest.raises(BadRun, match=r"x\.json is damaged"):
+        Notebook(tmp_path).read(Step("x", ()))
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_every_row_is_told_from_steps_done_once(tmp_path: Path) -> None:
+    done: list[str] = []
+    carry_out = measured(tmp_path, by_kind)
+
+    def once(step: Step) -> Record:
+        done.append(step.name)
+        return carry_out(step)
+
+    scale = replace(TINY, grid=(0.01, 0.02, 0.04), seeds=(0, 1), judged=True)
+    assert measure(ROWS, scale, tmp_path, once) == {}
+    assert len(done) == len(set(done))
+    found = {row.key: look(row, scale, tmp_path).found for row in ROWS}
+    assert all(found.values())
+    values = {key: each.values for key, each in found.items() if each and each.values}
+    assert values["ce"] == pytest.approx([1.39, 1.39])
+    assert values["gap"] == pytest.approx([0.02, 0.02])
+    assert values["gap_h80"] == values["gap_k8"] == pytest.approx([0.02])
+    assert values["six_workers_extra"] == pytest.approx([0.0])
+    assert values["wan_bytes"] == [42_000_000]
+    assert set(values) == {row.key for row in ROWS if row.unit} - {"flops_ratio"}
+    assert all(each.table for key, each in found.items() if each and key not in values
+               and key != "flops_ratio")  # fmt: skip
+    # Each side is trained at its own best rate; only the grid's runs, of 5 rounds, have another.
+    long = [name for name in done if name.startswith("lab") and "rounds-5-" not in name]
+    assert len(long) > 20
+    assert all(("matrix-0.01" if "blocks-1-" in name else "matrix-0.04") in name for name in long)
+    assert measure(ROWS, scale, tmp_path, once) == {}
+    assert len(done) == len(set(done))
+
+
+def test_flops_to_the_references_ce_are_looked_for_in_longer_runs(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.key == "flops_ratio")
+    scale = replace(TINY, grid=(0.02,))
+    blocks = sized(scale.base, scale.budget)
+    reference = blocks.end_to_end(4)
+    measure([row], scale, tmp_path / "equal", measured(tmp_path / "equal", lambda step: 1.4))
+    equal = look(row, scale, tmp_path / "equal")
+    assert equal.found is not None
+    assert equal.found.values == pytest.approx([flops_of(blocks) / flops_of(reference)])
+    assert len(equal.steps) == 2
+
+    worse = measured(tmp_path / "worse", lambda step: 1.3 if "blocks-1-" in step.name else 1.4)
+    measure([row], scale, tmp_path / "worse", worse)
+    never = look(row, scale, tmp_path / "worse")
+    assert never.found is not None
+    assert never.found.values == []
+    assert "not reached with 1.5 times" in never.found.note
+    assert len(never.steps) == 4
+
+
+def test_reached_draws_a_straight_line_between_measurements() -> None:
+    history = [(100, 2.0), (200, 1.6), (400, 1.4)]
+    assert reached(history, 1.5) == pytest.approx(300 / 400)
+    assert reached(history, 2.5) == pytest.approx(100 / 400)
+    assert reached(history, 1.4) == 1.0
+    assert reached(history, 1.3) is None
+
+
+def test_a_failed_step_costs_only_its_own_rows(tmp_path: Path) -> None:
+    carry_out = measured(tmp_path, by_kind)
+
+    def no_hosts(step: Step) -> Record:
+        if "three-hosts" in step.name:
+            raise BlockTrainError("No root here; become root.")
+        return carry_out(step)
+
+    rows = [row for row in ROWS if row.key in ("wan_bytes", "memory_ratio")]
+    failed = measure(rows, replace(TINY, judged=True), tmp_path, no_hosts)
+    assert list(failed.values()) == ["No root here; become root."]
+    assert look(rows[0], TINY, tmp_path).found is None
+    assert look(rows[1], TINY, tmp_path).found is not None
+
+
+def test_two_cannot_measure_into_one_folder(tmp_path: Path) -> None:
+    held = lock(tmp_path / "lock", "")
+    with pytest.raises(BadRun, match=r"Another process measures into .*; wait for it"):
+        measure(ROWS, TINY, tmp_path, measured(tmp_path, by_kind))
+    os.close(held)
+    assert measure(ROWS[:1], TINY, tmp_path, measured(tmp_path, by_kind)) == {}
+
+
+def test_only_known_rows_are_chosen() -> None:
+    assert [row.key for row in chosen(["gap", "ce"], FULL)] == ["gap", "ce"]
+    assert {row.key for row in ROWS} - {row.key for row in chosen([], QUICK)} == {
+        "wan_bytes", "steady", "own_share", "codecs",
+    }  # fmt: skip
+    with pytest.raises(BadInput, match=r"no row 'gab'.*choose among ce, gap"):
+        chosen(["gab"], FULL)
+
+
+# --- costs ---------------------------------------------------------------------------------------
+
+
+def test_flops_are_what_torch_counts() -> None:
+    """A step of every block, end to end too; only attention is not among torch's products here."""
+    for cut in ({"blocks": 3, "layers": 2, "lookahead": 1}, {"blocks": 1, "layers": 4}):
+        run = changed(TINY.base, rounds=1, local_steps=1, **cut)
+        with FlopCounterMode(display=False) as counter:
+            one_step_of_each_block(run)
+        counts = counter.get_flop_counts()["Global"]
+        products = sum(count for name, count in counts.items() if "mm" in str(name))
+        shape, last = run.shape, run.shape.blocks - 1
+        passes = sum(3 + at + 2 * min(run.task.lookahead, last - at) for at in range(last + 1))
+        attention = 2 * run.pace.batch * shape.window**2 * shape.width * shape.layers
+        assert products == flops_of(run) - passes * attention
+        assert flops_of(changed(run, replicas=2, local_steps=3, rounds=5)) == 30 * flops_of(run)
+
+
+def one_step_of_each_block(run: Run) -> None:
+    made = [new_block(run.shape, at, 0).requires_grad_(False) for at in range(run.shape.blocks)]
+    loaders: list[Loader] = [lambda block=block: block for block in made]  # type: ignore[misc]
+    rows = np.zeros((run.pace.batch, run.shape.window + 1), np.int64)
+    for at, block in enumerate(made):
+        work = Work(run.recipe, at, 0, 1, 0, 0, bytes_per_step=1, bytes_planned=9)
+        objective = objective_for(at, run.recipe, loaders)
+        train_locally(Start(parameters_of(block)), iter([rows]), objective, work)
+
+
+def test_denoise_has_no_count_of_flops() -> None:
+    with pytest.raises(BadInput, match="neighbours only"):
+        flops_of(changed(Run(), objective="denoise"))
+    assert lab(changed(Run(), objective="denoise")).flops == 0
+
+
+def test_bytes_moved_are_bodies_to_and_from_every_worker() -> None:
+    """fp32: four bytes a value, and what safetensors says about them."""
+    run = changed(Run(), codec="fp32")
+    sizes = [sum(p.numel() for p in new_block(run.shape, at, 0).parameters()) for at in range(4)]
+    watched_too = [sum(sizes[:3]), sum(sizes), sum(sizes), sum(sizes)]
+    assert fetched_per_round(run, 0) == pytest.approx(4 * watched_too[0], rel=0.01)
+    total = 4 * (sum(sizes) + sum(watched_too))
+    assert moved_per_round(run) == pytest.approx(total, rel=0.01)
+    assert moved_per_round(changed(run, replicas=6)) == 6 * moved_per_round(run)
+    whole = run.end_to_end(4)
+    assert moved_per_round(whole) == 2 * fetched_per_round(whole, 0)
+    # `bench three-hosts` counted 2.46 bytes a parameter and round at the sockets (LOG.md).
+    assert moved_per_round(Run()) / sum(sizes) == pytest.approx(2.46, rel=0.03)
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+def test_pages_tell_what_is_measured_and_what_is_not(tmp_path: Path) -> None:
+    scale = replace(TINY, judged=True, seeds=(0, 1))
+    rows = [row for row in ROWS if row.key in ("ce", "staleness")]
+    measure(rows, scale, tmp_path, measured(tmp_path, by_kind))
+    results = published(scale, tmp_path, tmp_path / "docs")
+    ce, gap = results.rows[0], results.rows[1]
+    assert ce.value == pytest.approx(1.40)
+    assert (ce.met, ce.spread, ce.seeds, ce.cores) == ("neither", 0.0, [0, 1], 2)
+    assert ce.core_hours == pytest.approx(0.01 * len(ce.commands))
+    assert not gap.measured
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert "| **1.400**, spread 0.000 | neither |" in page
+    assert page.count(f"| {NOT_YET} |") == sum(bool(row.unit) for row in results.rows) - 2
+    assert "| 80 | 1.400 | 0.030 |" in page
+    assert "blocktrain lab --width 16" in page
+    assert str(tmp_path) not in page
+    assert read(tmp_path / "docs" / "results.json") == results
+
+
+def test_pictures_are_drawn_from_what_is_measured_only(tmp_path: Path) -> None:
+    def names() -> set[str]:
+        return {path.name for path in tmp_path.glob("docs/*.png")}
+
+    assert drawn(published(TINY, tmp_path, tmp_path / "docs")) == {}
+    assert names() == set()
+    shown = {"gap": CURVES, "diloco": FRONTIER, "staleness": STALENESS, "blocks": CUTS}
+    for key, name in shown.items():
+        row = next(row for row in ROWS if row.key == key)
+        assert name not in drawn(told(TINY, tmp_path, tmp_path))
+        measure([row], TINY, tmp_path, measured(tmp_path, by_kind))
+        assert name in drawn(told(TINY, tmp_path, tmp_path))
+    published(TINY, tmp_path, tmp_path / "docs")
+    assert names() == {CURVES, FRONTIER, STALENESS, CUTS}
+    published(replace(TINY, part=1), tmp_path, tmp_path / "docs")
+    assert names() == set()  # other settings: nothing of this is measured
+
+
+def test_what_was_published_stays_while_settings_do(tmp_path: Path) -> None:
+    """A fresh clone has docs and no runs: one row measured there must not forget the others."""
+    row = next(row for row in ROWS if row.key == "memory_ratio")
+    measure([row], TINY, tmp_path / "runs", measured(tmp_path / "runs", by_kind))
+    first = published(TINY, tmp_path / "runs", tmp_path / "docs")
+    assert first.row("memory_ratio") is not None
+    again = published(TINY, tmp_path / "elsewhere", tmp_path / "docs")
+    assert again == first
+    other = published(replace(TINY, budget=9999), tmp_path / "elsewhere", tmp_path / "docs")
+    assert other.row("memory_ratio") is None
+
+
+def test_readme_and_page_are_what_results_json_says() -> None:
+    """`blocktrain reproduce --report-only` writes both."""
+    results = read(ROOT / "docs" / "results.json")
+    assert results is not None
+    assert [row.key for row in results.rows] == [row.key for row in ROWS]
+    readme = (ROOT / "README.md").read_text()
+    assert with_section(readme, results) == readme
+    assert (ROOT / "docs" / "results.md").read_text() == whole_page(results)
+    for name in drawn(results):
+        assert (ROOT / "docs" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_readme_without_a_place_is_refused() -> None:
+    results = Results("full", "runs", "a text", 1, 1, {}, [])
+    for text in ("", BEGIN, f"{END}\n{BEGIN}", BEGIN + BEGIN + END):
+        with pytest.raises(BadInput, match=r"README.md needs one line"):
+            with_section(text, results)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_nothing_is_measured_when_only_a_report_is_asked_for(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "blocktrain", "reproduce", "--quick", "--report-only",
+         "--rows", "gap, ce", "--out", str(tmp_path / "quick"), "--json"],
+        capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    told = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(row["row"], row["state"]) for row in told] == [("gap", NOT_YET), ("ce", NOT_YET)]
+    assert {path.name for path in (tmp_path / "quick").iterdir()} == {"results.json", "results.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {"quick"}  # never over docs/
+
+
+def test_a_killed_reproduction_leaves_nobody_training(tmp_path: Path) -> None:
+    """kill -9 of the parent ends its child, so the same command can go on in that folder."""
+    step = Step("sleeper", ("lab", "--out", "OUT/never", "--data", "OUT/pipe", "--json"))
+    os.mkfifo(tmp_path / "pipe")  # opening the text waits for ever
+    script = (
+        "from pathlib import Path; from blocktrain.bench.steps import Step, do;"
+        f"do(Step({step.name!r}, {step.arguments!r}), Path({str(tmp_path)!r}))"
+    )
+    parent = psutil.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 60
+    while not (children := parent.children()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    [child] = [each for each in children if "blocktrain.services.children" in each.cmdline()]
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    psutil.wait_procs([child], timeout=60)
+    assert not child.is_running()
