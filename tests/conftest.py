@@ -7,8 +7,9 @@ from typing import cast
 
 # Before torch is imported, and for every process that a test starts: the second thread of a tiny
 # model mostly spins, and takes the core from whoever has work. Training in `bench memory` took 67
-# CPU-seconds with two threads, and 24 with one.
+# CPU-seconds with two threads, and 24 with one. Who asks for two gets two that sleep when idle.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
 import pytest

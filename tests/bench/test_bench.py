@@ -8,6 +8,8 @@ from blocktrain.bench import compute, memory
 from blocktrain.learning.model import Shape, new_block
 from blocktrain.learning.objective import Task
 
+pytestmark = pytest.mark.alone
+
 
 def test_products_are_what_torch_counts() -> None:
     shape = Shape(blocks=4, layers=2, width=128, heads=2, window=64)

@@ -12,6 +12,7 @@ from blocktrain.errors import BlockTrainError
 from blocktrain.terms import Digest
 
 MB = 2**20
+pytestmark = pytest.mark.alone
 
 
 @pytest.mark.parametrize(("codec", "slowest"), [("fp32", 0.2), ("int4", 0.05)])

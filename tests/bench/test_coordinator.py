@@ -25,6 +25,7 @@ from blocktrain.wire import tensors
 from blocktrain.wire.codecs import CODECS
 from blocktrain.wire.tensors import decode
 
+pytestmark = pytest.mark.alone
 SMALL = Load(workers=20, rate=10.0, turns=2, update_bytes=100_000)
 FEW = Load(workers=2, rate=10.0, turns=1, update_bytes=1, blocks=1)
 

@@ -22,9 +22,13 @@ from blocktrain.bench.lines import has_netem
 from blocktrain.errors import BadInput, BlockTrainError
 
 # Whoever is root must be able to run these; CI is, and counts a skipped test as a failed one.
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
-)
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        sys.platform != "linux" or os.geteuid() != 0,
+        reason="network namespaces need Linux and root",
+    ),
+]
 WAYS: list[Way] = ["tun", "netem"] if has_netem() else ["tun"]
 Sentence = Callable[[BaseException], str]
 TRIES = 3  # a WAN is never too fast; too slow once is a busy machine

@@ -16,6 +16,7 @@ import runpy
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,9 +35,9 @@ Done = subprocess.CompletedProcess[str]
 class Forked:
     """Runs commands, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = HEAVY) -> None:
         self.parent = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -89,7 +90,7 @@ def become(typed: list[str], folder: str, stdout: str, stderr: str) -> NoReturn:
 def main() -> None:
     """Forks for every line."""
     calm_threads()
-    for module in HEAVY:
+    for module in sys.argv[1:]:
         importlib.import_module(module)
     for line in sys.stdin:
         if not (child := os.fork()):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from blocktrain.errors import BadInput
+from blocktrain.inference import decode as decoding
 from blocktrain.inference.choice import Sampling
 from blocktrain.inference.decode import (
     Piece,
@@ -278,7 +279,10 @@ def test_a_whole_text_in_one_traversal(denoiser: Model) -> None:
     assert seen[0][1] != seen[2][1]
 
 
-def test_more_traversals_keep_the_surest_and_find_the_rest_again(denoiser: Model) -> None:
+def test_more_traversals_keep_the_surest_and_find_the_rest_again(
+    denoiser: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "LUCK", 0.0)
     session = session_over(denoiser)
     pieces = all_of(whole(session, b"hello", 12, Sampling(), 4))
     assert [len(piece.bytes) for piece in pieces] == [0, 0, 0, 12]
@@ -295,6 +299,19 @@ def test_more_traversals_keep_the_surest_and_find_the_rest_again(denoiser: Model
     others = set(range(12)) - kept
     assert min(logs[n] for n in kept) >= sorted(logs[n] for n in others)[-2]  # the last is no input
     assert len({choice.seed for _, _, choice in session.emitted}) == 4
+
+
+def test_luck_keeps_others_than_the_surest_at_first(
+    denoiser: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(seed: int, luck: float) -> list[int]:
+        monkeypatch.setattr(decoding, "LUCK", luck)
+        session = session_over(denoiser)
+        all_of(whole(session, b"hello", 18, Sampling(seed=seed), 3))
+        return [n for n, token in enumerate(session.emitted[1][0]) if token != MASK]
+
+    assert kept(1, 3.0) == kept(1, 3.0)  # a seed gives the same text again
+    assert any(kept(seed, 3.0) != kept(seed, 0.0) for seed in range(3))
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

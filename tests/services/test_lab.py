@@ -152,7 +152,7 @@ def test_an_experiment_learns_and_reports(
         task=Task(lookahead=1, masked_share=0.2, span=8),
         pace=Pace(rounds=10, local_steps=3, batch=8),
     )
-    here = lab(run, corpus, tmp_path)
+    here = lab(run, corpus, tmp_path, at_once=1)  # else the reference's second thread only spins
     result = experiment(here, with_reference=True)
     assert result.ce < 2.5  # ln 256 = 5.5 at the start
     assert result.ce_reference is not None

@@ -55,9 +55,13 @@ def join(
     with bar("text") as progress:
         worker = Worker(link, token, home, wishes, output.say, progress)
 
+        asked = False
+
         def leave(number: int, frame: FrameType | None) -> None:
-            if worker.leaving.is_set():
+            nonlocal asked
+            if asked or worker.leaving.is_set():
                 os._exit(130)
+            asked = True  # before anything is said: the second one may come while it is
             output.say("Leaving after this step; once more to leave at once.")
             worker.leaving.set()
             link.stop.set()

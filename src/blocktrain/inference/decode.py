@@ -16,6 +16,7 @@ import msgspec
 
 from blocktrain.errors import BadInput
 from blocktrain.inference.choice import Sampling as Sampling
+from blocktrain.inference.choice import gumbel
 from blocktrain.inference.drafting import Lookup, Pace
 from blocktrain.inference.local import LocalSession
 from blocktrain.inference.session import Asked, Said, Session, Watch
@@ -23,6 +24,8 @@ from blocktrain.inference.span import Span
 from blocktrain.learning.model import MASK, START, Model
 from blocktrain.learning.noise import seed_of
 from blocktrain.wire.serving import MAX_DRAFT, MAX_TOKENS
+
+LUCK = 3.0  # nats; without it spaces and e's crowd out the rest of a `whole` text (LOG.md)
 
 
 @dataclass(frozen=True)
@@ -177,10 +180,11 @@ async def whole(
 ) -> AsyncGenerator[Piece, None]:
     """All `length` bytes at once (denoise models), or after `traversals` that refine them.
 
-    After traversal n of N, the most confident n/N of the bytes are kept as they are and the others
-    are hidden and found again from new noise. What does not fit in a window with what it goes on
-    from comes span by span, each behind the finished ones: at least a quarter of the window, or the
-    whole prompt if that is shorter, stays in sight. Sampling's own length is not used.
+    After traversal n of N, n/N of the bytes are kept as they are, the surest first but for some
+    luck that gets less, and the others are hidden and found again from new noise. What does not fit
+    in a window with what it goes on from comes span by span, each behind the finished ones: at
+    least a quarter of the window, or the whole prompt if that is shorter, stays in sight.
+    Sampling's own length is not used.
     """
     if traversals < 1:
         raise BadInput(f"traversals is {traversals}; it must be at least 1.")
@@ -197,7 +201,9 @@ async def whole(
                 choice = msgspec.structs.replace(choice, seed=seed_of(sampling.seed, number))
             said = await session.emit(before + inputs, span, choice, watch)
             found = dict(enumerate(zip(said.logs, said.bytes, strict=True)))
-            surest = sorted(found.keys() - kept.keys(), key=lambda n: (-found[n][0], n))
+            noise_N = gumbel(seed_of(choice.seed, number), made, count)[:, 0]
+            luck = LUCK * (1 - number / traversals) * noise_N
+            surest = sorted(found.keys() - kept.keys(), key=lambda n: (-found[n][0] - luck[n], n))
             kept |= {n: found[n] for n in surest[: count * number // traversals - len(kept)]}
             if number < traversals:
                 yield Piece(b"", [], said)
