@@ -8,7 +8,7 @@ from tests.attacks.siege import Peer, Siege, sealed, why
 
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, signing
-from blocktrain.wire.messages import Signed
+from blocktrain.wire.messages import PROTOCOL, Signed
 from blocktrain.wire.signing import new_key
 
 PUBLIC = {
@@ -35,6 +35,7 @@ FOR_MEMBERS = {
     "/v1/manifests/{block}/{round}",
     "/v1/stages",
 }
+SERVED = "/v1/served"  # asked for by members who have joined, moved by the owner
 FOR_OWNERS = {"/v1/command", "/v1/ban", "/v1/tokens", "/v1/tokens/revoke", "/v1/evaluations"}
 JOIN = "/v1/join"
 
@@ -64,13 +65,13 @@ def refuse(client: httpx.Client, method: str, path: str, sentence: str) -> None:
 
 def test_every_route_is_of_a_kind(siege: Siege) -> None:
     """A new endpoint must be thought about here."""
-    known = PUBLIC | FOR_WORKERS | FOR_MEMBERS | FOR_OWNERS | {JOIN}
+    known = PUBLIC | FOR_WORKERS | FOR_MEMBERS | FOR_OWNERS | {JOIN, SERVED}
     assert {route.path for route in siege.coordinator.app().routes} == known  # type: ignore[attr-defined]
 
 
 def test_nothing_but_the_public_opens_without_a_token(siege: Siege) -> None:
-    closed = doors(siege, *FOR_WORKERS, *FOR_MEMBERS, *FOR_OWNERS, JOIN)
-    assert len(closed) == 20
+    closed = doors(siege, *FOR_WORKERS, *FOR_MEMBERS, *FOR_OWNERS, JOIN, SERVED)
+    assert len(closed) == 22
     for method, path in closed:
         refuse(siege.client(), method, path, "Show a token")
         refuse(siege.client("a-guessed-token"), method, path, "")
@@ -104,6 +105,9 @@ def test_each_token_opens_its_own_doors_only(siege: Siege) -> None:
         refuse(siege.client(siege.token), method, path, "a worker's session; join first")
     for _, path in doors(siege, *FOR_MEMBERS):
         refuse(siege.client(token), "GET", path, "This needs the owner's token")
+    refuse(siege.client(token), "GET", SERVED, "a worker's session; join first")
+    refuse(siege.client(token), "POST", SERVED, "This needs the owner's token")
+    refuse(peer.http, "POST", SERVED, "unknown or revoked")
 
 
 def test_a_session_cannot_be_guessed_or_lent(siege: Siege) -> None:
@@ -200,7 +204,7 @@ def test_a_key_for_which_anybody_can_sign_is_nobodys(siege: Siege) -> None:
     for y in (0, 1, 2**255 - 20):
         weak = y.to_bytes(32, "little").hex()
         hash = Digest(hashlib.sha256(siege.token.encode()).hexdigest())
-        join = messages.Join(2, siege.keeper.run, weak, "weak", 1, "cpu", hash)
+        join = messages.Join(PROTOCOL, siege.keeper.run, weak, "weak", 1, "cpu", hash)
         lie = Signed(messages.encode(join), weak, (y.to_bytes(32, "little") + b"\0" * 32).hex())
         assert joining(siege, messages.encode(lie)).status_code == 403
 
@@ -210,11 +214,12 @@ def test_a_join_for_another_run_or_protocol_is_refused(siege: Siege) -> None:
     response = joining(siege, peer.join_body(run="0" * 64))
     assert response.status_code == 400
     assert "another run" in why(response)
-    for protocol, side in ((1, "the worker"), (3, "this side"), (10**4000, "this side")):
+    newer = PROTOCOL + 1
+    for protocol, side in ((1, "the worker"), (newer, "this side"), (10**4000, "this side")):
         response = joining(siege, peer.join_body(protocol=protocol))
         assert response.status_code == 426
         assert response.json()["why"].startswith(f"Protocol {protocol}"[:100])
-        assert side in why(response) or protocol > 3
+        assert side in why(response) or protocol > newer
 
 
 def test_a_replayed_join_makes_nobody_twice(siege: Siege) -> None:

@@ -90,7 +90,7 @@ def test_an_unfitted_head_says_what_the_block_says(folder: Path, text: NDArray[n
     refit(folder, 0, text, steps=0)
     span = Span.open(folder, 0, 0)
     rows = span.step(span.memory(), 0, list(b"hello"))
-    assert torch.allclose(span.guess(rows), span.read(rows), atol=1e-4)
+    assert torch.allclose(span.guess(rows), span.read(rows), atol=3e-3)  # it is kept as fp16
 
 
 @pytest.mark.parametrize("harm", ["cut", "nan", "other"])

@@ -28,6 +28,7 @@ from blocktrain.inference.span import Span
 from blocktrain.learning.data import Text
 from blocktrain.learning.files import read_manifest
 from blocktrain.learning.model import START
+from blocktrain.learning.optimiser import digest_of
 from blocktrain.wire.serving import MAX_DRAFT
 
 TIMES = 15  # that a step is timed
@@ -84,12 +85,13 @@ def timed(span: Span, count: int, pause: float) -> float:
 def reach(folder: Path, question: Question) -> Reach:
     """How far guesses reach; kept, so that the same question is answered at once."""
     manifest = read_manifest(folder)
-    asked = msgspec.json.encode((VERSION, manifest.digest, asdict(question)))
+    first = Span.open(folder, 0, question.drafting - 1)
+    head = digest_of(first.drafter.state_dict()) if first.drafter else None
+    asked = msgspec.json.encode((VERSION, manifest.digest, head, asdict(question)))
     path = config.cache_folder() / "surveys" / f"{hashlib.sha256(asked).hexdigest()}.json"
     with suppress(OSError, msgspec.DecodeError):  # what cannot be read is counted again
         return msgspec.json.decode(path.read_bytes(), type=Reach)
     model = Span.open(folder, 0, manifest.shape.blocks - 1)
-    first = Span.open(folder, 0, question.drafting - 1)
     drafted, looked_up = [], []
     half = max(1, model.shape.window // 2)  # the rest is for the text: nothing is ever cut off
     for seed, prompt in enumerate(each[-half:] for each in question.prompts):
@@ -110,7 +112,7 @@ def reached_by_draft(first: Span, prompt: bytes, text: bytes, sampling: Sampling
     """From each place of a text, how many bytes the first stage's head would get right."""
     tokens = [START, *prompt, *text]
     rows = first.step(first.memory(), 0, tokens[:-1])
-    said = chosen(first.read(rows[len(prompt) :]), sampling.choice(0))
+    said = chosen(first.guess(rows[len(prompt) :]), sampling.choice(0))
     run, runs = 0, []
     for mine, byte in zip(reversed(said), reversed(text), strict=True):
         run = run + 1 if mine == byte else 0
