@@ -171,7 +171,7 @@ def test_a_ban(desk: Desk, quiet: Up, tmp_path: Path) -> None:
             link.say("v1/ask", messages.Ask(key.id), messages.Wait)
 
 
-def test_a_wrong_token_is_exit_code_9(desk: Desk, quiet: Up) -> None:
+def test_a_wrong_token_is_exit_code_9(desk: Desk, quiet: Up, tmp_path: Path) -> None:
     wrong = ["--token", "not-the-owners-token"]
     for typed in (
         ["pause", quiet.url, *wrong],
@@ -181,6 +181,8 @@ def test_a_wrong_token_is_exit_code_9(desk: Desk, quiet: Up) -> None:
         ["tokens", "issue", quiet.url, *wrong],
         ["tokens", "list", quiet.url, *wrong],
         ["tokens", "revoke", quiet.url, "0" * 64, *wrong],
+        ["pause", quiet.url, "--token", "-begins-with-a-hyphen"],  # as one of 64 does
+        ["join", quiet.url, "--token", "-begins-with-a-hyphen", "--folder", str(tmp_path)],
     ):
         assert desk.refused(*typed)["exit_code"] == 9, typed
     assert desk.told("status", quiet.url)["state"] == "running"
@@ -306,6 +308,10 @@ def test_what_was_backed_up_is_restored_and_kept_with_our_own_certificate(
         refused = desk.refused("status", up.url)  # whoever does not trust it hears nothing
         assert refused["exit_code"] in (NotAllowed.exit_code, Unreachable.exit_code)
         assert "certificate" in refused["error"].lower()
-    half = desk.refused("coordinator", str(folder), "--tls-cert", str(papers.certificate))
+    half = desk.refused("coordinator", str(folder), *certificate[:2])
     assert half["exit_code"] == 2
     assert "--tls-key" in half["error"]
+    others = ["--tls-key", str(ours / "authority.key")]  # a key, but not that certificate's
+    wrong = desk.refused("coordinator", str(folder), "--port", "0", *certificate[:2], *others)
+    assert wrong["exit_code"] == 12
+    assert "its own key" in wrong["error"]

@@ -14,6 +14,7 @@ from blocktrain.errors import BadInput
 from blocktrain.services.coordinator import Coordinator
 from blocktrain.wire.certificates import load_or_make_authority
 from blocktrain.wire.owner import Point
+from blocktrain.wire.tls import server_context
 
 LISTEN = Listen()
 
@@ -42,6 +43,8 @@ def coordinator(
         corpus = run.corpus if run.charter.corpus_served else None
         authority = load_or_make_authority(folder, run.charter.name)  # members need it without TLS
         papers, shown = listen.papers(folder)
+        if papers:
+            server_context(*papers)  # says what is wrong with them before anybody is told to come
         finger = shown.fingerprint if shown else None
         keeper, line = run.keeper(), points(reference_line)
         app = Coordinator(keeper, corpus, line, authority).app(listen.base_path)

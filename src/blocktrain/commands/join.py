@@ -10,6 +10,7 @@ from typing import Annotated
 import platformdirs
 from cyclopts import Parameter
 
+from blocktrain.commands.owner import Token
 from blocktrain.console import PLAIN, Out, bar
 from blocktrain.disk import errors_are_clear, lock
 from blocktrain.services.wishes import Wishes
@@ -23,7 +24,7 @@ WISHES = Wishes()
 def join(
     url: str,
     *,
-    token: str,
+    token: Token,
     fingerprint: str | None = None,
     folder: Path | None = None,
     wishes: Annotated[Wishes, Parameter(name="*")] = WISHES,

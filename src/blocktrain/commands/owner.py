@@ -15,13 +15,14 @@ from blocktrain.wire.link import Link
 from blocktrain.wire.tls import trust_by_fingerprint
 
 PATIENCE = 10.0  # seconds: a person waits
+Token = Annotated[str, Parameter(allow_leading_hyphen=True)]  # one of 64 begins with a hyphen
 
 
 @dataclass(frozen=True)
 class As:
     """Who asks."""
 
-    token: str | None = None
+    token: Token | None = None
     """The owner's token."""
     run: Path | None = None
     """The run's folder, where the owner's token lies, instead of --token."""
