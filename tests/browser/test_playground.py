@@ -305,7 +305,7 @@ def test_hostile_text_is_text(watch: Watcher) -> None:
 
 
 def test_a_whole_text_sharpens_hop_by_hop_and_can_be_looked_at_again(watch: Watcher) -> None:
-    with playing(objective="denoise", pause=0.03) as served:
+    with playing(objective="denoise", pause=0.2) as served:
         page = opened(watch, served)
         expect(page.get_by_role("radio", name="whole")).to_be_checked()
         page.get_by_label("Traversals").fill("2")
