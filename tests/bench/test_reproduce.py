@@ -227,7 +227,7 @@ def test_two_cannot_measure_into_one_folder(tmp_path: Path) -> None:
 def test_only_known_rows_are_chosen() -> None:
     assert [row.key for row in chosen(["gap", "ce"], FULL)] == ["gap", "ce"]
     assert {row.key for row in ROWS} - {row.key for row in chosen([], QUICK)} == {
-        "wan_bytes", "steady", "own_share", "codecs",
+        "wan_bytes", "steady", "own_share", "codecs", "unreliable",
     }  # fmt: skip
     with pytest.raises(BadInput, match=r"no row 'gab'.*choose among ce, gap"):
         chosen(["gab"], FULL)

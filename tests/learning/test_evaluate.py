@@ -16,12 +16,11 @@ from blocktrain.learning import evaluate as module
 from blocktrain.learning.evaluate import (
     Score,
     cross_entropies,
-    denoise_readouts,
     evaluate,
     honest,
     windows,
 )
-from blocktrain.learning.model import START, Model, Shape, causal_sight, new_block
+from blocktrain.learning.model import START, Model, Shape, new_block
 from blocktrain.learning.noise import Noise
 
 MakeModel = Callable[[Shape], Model]
@@ -197,87 +196,3 @@ def test_each_readout_gets_its_own_ce() -> None:
     assert certain == pytest.approx(first, rel=1e-3)
     assert nothing == pytest.approx(log(256), abs=1e-6)
     assert half == pytest.approx((255 * log(2) + log(510)) / 256, abs=1e-5)
-
-
-# --- readouts of denoise ------------------------------------------------------------------------
-
-DENOISE = Shape("denoise", blocks=2, width=16, heads=2, window=12)
-
-
-def test_leaky_readouts_are_labelled_and_cheaper_at_low_sigma(alive: MakeModel) -> None:
-    model = alive(DENOISE)
-    text = text_of(60)
-    found = denoise_readouts(model, text, seed=1)
-    assert [(each.name, each.leaky) for each in found] == [
-        ("chain from 0, last block", False),
-        ("chain from noise, 1 draw", False),
-        ("chain from noise, 16 draws", False),
-        ("first block at sigma_max", False),
-        ("true target at sigma 10.00", True),
-        (f"true target at sigma {model.noise.chain(2)[1]:.2f}", True),
-        ("true target at sigma 1.00", True),
-    ]
-    assert all(np.isfinite(each.ce) for each in found)
-    best_honest = min(each.ce for each in found if not each.leaky)
-    assert found[-1].ce < min(best_honest, evaluate(model, text).ce)
-
-
-def test_even_an_untrained_model_seems_to_know_when_it_is_shown_the_target() -> None:
-    """Its noise term is alive even with a head of zeros."""
-    found = denoise_readouts(untrained(DENOISE), text_of(200), seed=1)
-    without_noise = [each.ce for each in (found[0], found[3])]
-    assert without_noise == pytest.approx([log(256)] * 2, abs=1e-4)
-    leaky = [each.ce for each in found if each.leaky]
-    assert leaky[-1] < log(256) - 0.2
-    assert leaky == sorted(leaky, reverse=True)  # the less noise, the more is given away
-
-
-def test_honest_readouts_follow_their_definitions(alive: MakeModel) -> None:
-    model = alive(DENOISE)
-    text = text_of(9)
-    tokens = torch.tensor([[START, *text[:-1].tolist()]])
-    targets = torch.from_numpy(text.astype(np.int64))[None, :, None]
-    found = {each.name: each.ce for each in denoise_readouts(model, text, seed=1)}
-    first = next(iter(model.prefixes(tokens)))
-    expected = -float(first.gather(-1, targets).mean())
-    assert found["first block at sigma_max"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_sixteen_draws_are_mixed_as_probabilities(alive: MakeModel) -> None:
-    """CE of a mixture is below the mean CE of its parts, and one draw is the first of them."""
-    model = alive(DENOISE)
-    tokens = torch.tensor([[START, *text_of(11).tolist()]])
-    _, one, mixture, _ = module.other_honest(model, tokens, seed=1)
-    torch.testing.assert_close(mixture.exp().sum(-1), torch.ones(1, 12), atol=1e-5, rtol=0)
-    random, draws = torch.Generator().manual_seed(1), []
-    sight = causal_sight(DENOISE, 12)
-    for _ in range(16):
-        z = 10.0 * torch.randn(1, 12, 256, generator=random)
-        *_, last = model.denoise_chain(tokens, z, sight)
-        draws.append(last.softmax(-1))
-    torch.testing.assert_close(one.exp(), draws[0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(mixture.exp(), torch.stack(draws).mean(0), atol=1e-5, rtol=0)
-
-
-def test_other_readouts_follow_from_the_seed(alive: MakeModel) -> None:
-    model = alive(DENOISE)
-    one, again, other = (denoise_readouts(model, text_of(40), seed) for seed in (1, 1, 2))
-    assert one == again
-    assert one[1].ce != other[1].ce
-    assert one[-1].ce != other[-1].ce
-    assert one[0].ce == other[0].ce  # starts from nothing: nothing is drawn
-
-
-def test_their_progress_goes_on_to_the_end(
-    alive: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "POSITIONS_AT_ONCE", 24)
-    told: list[tuple[int, int]] = []
-    denoise_readouts(alive(DENOISE), text_of(60), 1, lambda *at: told.append(at))
-    assert told == sorted(told)
-    assert told[-1] == (120, 120)
-
-
-def test_a_model_of_one_block_has_all_readouts_too() -> None:
-    model = untrained(Shape("denoise", blocks=1, width=16, heads=2, window=12))
-    assert len(denoise_readouts(model, text_of(20), seed=0)) == 6

@@ -22,8 +22,10 @@ from blocktrain.learning.files import load_model, same
 from blocktrain.learning.model import Shape
 from blocktrain.learning.objective import Task
 from blocktrain.learning.optimiser import Rates
-from blocktrain.services.lab import Lab, Standings, Watch, experiment
+from blocktrain.services.hardship import Hardship
+from blocktrain.services.lab import Lab, Watch, experiment
 from blocktrain.services.run import Pace, Run
+from blocktrain.services.standings import Standings, save
 
 SMALL = Run(
     shape=Shape(blocks=3, layers=1, width=32, heads=2, window=32),
@@ -128,7 +130,7 @@ def test_outer_momentum_survives_a_restart(corpus: Corpus, tmp_path: Path) -> No
     run = replace(SMALL, averaging=Averaging(outer_rate=0.7, outer_momentum=0.9))
     here = lab(run, corpus, tmp_path)
     now = here.advance(here.advance(here.beginning()))
-    here.save(now)
+    save(now, here.folder, here.identity)
     assert equal(here.advance(here.resume()), here.advance(now))
     assert now.blocks[0].momentum is not None
 
@@ -173,6 +175,8 @@ from blocktrain.learning.data import open_corpus
 from blocktrain.learning.model import Shape
 from blocktrain.services import lab
 from blocktrain.services.run import Pace, Run
+from blocktrain.services.standings import Standings, save
+from blocktrain.services.hardship import Hardship
 lab.SAVE_EVERY = 0.0
 shape = Shape(blocks=2, width=32, heads=2, window=32)
 pace = Pace(rounds=100_000, local_steps=1, batch=1)
@@ -214,3 +218,61 @@ def test_kill_minus_nine_loses_no_saved_round(corpus: Corpus, tmp_path: Path) ->
             saved = json.loads((tmp_path / "out" / "state.json").read_text())
             assert saved["round"] >= seen - 1
             reached = saved["round"]
+
+
+# --- hardship ------------------------------------------------------------------------------------
+
+
+def test_late_updates_are_lost_or_salvaged(corpus: Corpus, tmp_path: Path) -> None:
+    run = replace(SMALL, pace=replace(SMALL.pace, replicas=2, batch=2))
+
+    def after(rounds: int, name: str, **hardship: float) -> Standings:
+        now = (one := lab(run, corpus, tmp_path / name, hardship=Hardship(**hardship))).resume()
+        for _ in range(rounds):
+            now = one.advance(now)
+        return now
+
+    first, plain = after(0, "first"), after(1, "plain")
+    lost, salvaged = after(1, "lost", missed=1), after(1, "salvaged", missed=1, salvaged=0.5)
+    assert equal(lost, first)
+    assert equal(salvaged, first)
+    assert not equal(plain, first)
+    assert equal(after(2, "lost", missed=1), first)
+    # All of round 1 comes in round 2, at half its size.
+    half, whole = after(2, "salvaged", missed=1, salvaged=0.5), plain
+    for kept, begun, wanted in zip(half.blocks, first.blocks, whole.blocks, strict=True):
+        for name, value in kept.snapshot.items():
+            step = (wanted.snapshot[name] - begun.snapshot[name]) / 2
+            np.testing.assert_allclose(value, begun.snapshot[name] + step, atol=1e-3)
+
+
+def test_a_run_with_trouble_goes_on_bit_for_bit_and_is_another_run(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    hardship = Hardship(missed=0.5, salvaged=0.5, slowest=3)
+    run = replace(SMALL, pace=replace(SMALL.pace, replicas=2, batch=2))
+    _, whole = lab(run, corpus, tmp_path / "whole", hardship=hardship).train()
+
+    def interrupt(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    cut = lab(run, corpus, tmp_path / "cut", hardship=hardship, watch=Watch(rounds=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    resumed = replace(cut, watch=Watch())
+    assert resumed.resume().late
+    assert equal(resumed.train()[1], whole)
+    with pytest.raises(BadConfig, match="other settings"):
+        lab(run, corpus, tmp_path / "cut").train()
+
+
+def test_slow_workers_make_fewer_steps() -> None:
+    hardship = Hardship(slowest=8)
+    assert [hardship.steps(20, slot, 4) for slot in range(4)] == [20, 10, 5, 2]
+    assert hardship.steps(20, 0, 1) == 20
+    late = [Hardship(missed=0.3).is_late(0, number, 1, 2) for number in range(1000)]
+    assert 250 < sum(late) < 350
+    for bad in ({"missed": 1.1}, {"salvaged": -0.1}, {"slowest": 0.5}):
+        with pytest.raises(BadConfig):
+            Hardship(**bad)

@@ -10,16 +10,19 @@ A question that the lab cannot put yet has no row.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from blocktrain.aggregation.deadlines import Rules
 from blocktrain.bench.comparing import Found, Table, against, curve, less, mb, moving, reached
 from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
 from blocktrain.bench.scales import Scale, changed, sized, tuned
-from blocktrain.bench.steps import Notebook, bench, three_hosts
+from blocktrain.bench.steps import Notebook, Record, bench, lab, three_hosts
 from blocktrain.bench.three_hosts import PAPER_CE
+from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.run import Run
 
 STRETCHES = (1.0, 1.25, 1.5)  # of the budget: how much longer blocks may take to the reference's CE
 DILOCO = {"outer_rate": 0.7, "outer_momentum": 0.9}  # its authors' outer optimiser
 WAN_ROUNDS = 24
+SALVAGED = Rules.discount  # what a coordinator takes a late update by
 HEADLINE = "denoise, chain from 0, mean of the blocks (headline)"
 
 
@@ -215,11 +218,50 @@ def denoise(book: Notebook, scale: Scale) -> Found:
         for name, each in zip(names, found, strict=True)
     ]
     table += [
-        {"readout": f"denoise, {name}", "ce": value, "gap": None}
-        for name, value in readouts.result.items()
-        if name.endswith("sample)")
+        {"readout": f"denoise, {name}", "ce": ce, "gap": None} for name, ce in samples(readouts)
     ]
     return Found(table=table, note="a sample's CE has no gap to that of the whole test split")
+
+
+# --- 3, composition, and 7, hardship -------------------------------------------------------------
+
+
+def composition(book: Notebook, scale: Scale) -> Found:
+    """The last head against the mean of heads, on one sample."""
+    run = sized(tuned(book, scale).blocks, scale.budget)
+    book.labs(run)
+    found = samples(book.of_model("evaluate", run, "--readouts"))
+    return Found(table=[{"readout": name, "ce": ce} for name, ce in found])
+
+
+def samples(readouts: Record) -> list[tuple[str, float]]:
+    """What `evaluate --readouts` measured on its sample."""
+    return [(name, ce) for name, ce in readouts.result.items() if name.endswith("sample)")]
+
+
+def unreliable(book: Notebook, scale: Scale) -> Found:
+    """Four workers per block: slow ones, late ones, and late ones that are salvaged."""
+    run = crew(tuned(book, scale).blocks, scale, 4)
+    kinds = (
+        NONE,
+        Hardship(slowest=8),
+        Hardship(missed=0.3),
+        Hardship(missed=0.3, salvaged=SALVAGED),
+        Hardship(missed=0.3, salvaged=SALVAGED, slowest=8),
+    )
+    found = book.read(*(lab(run, book.data, kind) for kind in kinds))
+    table: Table = [
+        {
+            "slowest": f"{kind.slowest:g} x",
+            "late": f"{kind.missed:.0%}",
+            "salvaged by": kind.salvaged,
+            "ce": each.result["ce"],
+            "costs": less(each, found[0]),
+        }
+        for kind, each in zip(kinds, found, strict=True)
+    ]
+    note = "four workers per block, equal rounds: slow workers and lost updates see fewer bytes"
+    return Found(table=table, note=note)
 
 
 # --- the rows ------------------------------------------------------------------------------------
@@ -243,9 +285,11 @@ ROWS = (
     Row("steady", "1. How fast neighbours follow, and a damped outer step", steady, quick=False),
     Row("lookahead", "2. Lookahead: how many blocks downstream the loss is taken", lookahead),
     Row("own_share", "2. The share of the loss at the block's own head", own_share, quick=False),
+    Row("composition", "3. Composition: the last head, or the mean of heads", composition),
     Row("replicas", "4. Workers per block", replicas),
     Row("diloco", "4. Workers that hold the whole model (DiLoCo)", diloco),
     Row("codecs", "4. Codecs of updates and deltas", codecs, quick=False),
     Row("blocks", "5. Blocks at a fixed depth", blocks),
     Row("denoise", "6. The paper's objective, honest and LEAKY", denoise),
+    Row("unreliable", "7. Unequal and unreliable workers", unreliable, quick=False),
 )  # fmt: skip

@@ -28,6 +28,7 @@ from blocktrain.bench.costs import flops_of
 from blocktrain.disk import write_atomically
 from blocktrain.errors import BadRun, BlockTrainError
 from blocktrain.services.children import parent_alive
+from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.run import Run
 from blocktrain.terms import Progress, silent
 
@@ -119,9 +120,9 @@ class Notebook:
 
 
 @cache
-def lab(run: Run, data: str = WIKITEXT) -> Step:
+def lab(run: Run, data: str = WIKITEXT, hardship: Hardship = NONE) -> Step:
     """A run in the lab. One replica alone gets every core as threads."""
-    flags = flags_of(run)
+    flags = flags_of(run) + other_than(NONE, hardship)
     digest = hashlib.sha256(msgspec.json.encode(asdict(run))).hexdigest()[:8]
     name = "-".join(["lab", *(each.removeprefix("--") for each in flags), digest])
     if run.shape.blocks * run.pace.replicas == 1:
@@ -157,13 +158,19 @@ def bench(name: str, *flags: str) -> Step:
 
 def flags_of(run: Run) -> list[str]:
     """Flags of `lab` for every setting that is not the default."""
-    plain, flags = Run(), []
+    plain, flags = Run(), list[str]()
     for section in fields(Run):
-        ours, usual = getattr(run, section.name), getattr(plain, section.name)
-        for setting in fields(ours):
-            value = getattr(ours, setting.name)
-            if value != getattr(usual, setting.name):
-                flags += [f"--{setting.name.replace('_', '-')}", str(value)]
+        flags += other_than(getattr(plain, section.name), getattr(run, section.name))
+    return flags
+
+
+def other_than(usual: Any, ours: Any) -> list[str]:
+    """Flags for what is set otherwise."""
+    flags = []
+    for setting in fields(ours):
+        value = getattr(ours, setting.name)
+        if value != getattr(usual, setting.name):
+            flags += [f"--{setting.name.replace('_', '-')}", str(value)]
     return flags
 
 

@@ -21,6 +21,7 @@ from blocktrain.learning.noise import Noise
 from blocktrain.learning.objective import Task
 from blocktrain.learning.optimiser import Rates
 from blocktrain.services import picture
+from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.lab import Lab, Watch, experiment
 from blocktrain.services.replay import replay as do_again
 from blocktrain.services.run import Exchange, Pace, Run
@@ -50,7 +51,7 @@ class RunFlags(Run):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run happens."""
+    """Where a run happens, and what goes wrong there."""
 
     data: str = "wikitext-2"
     """wikitext-2, enwik8, or a file or folder of your own."""
@@ -62,6 +63,7 @@ class Place:
     """Replicas trained at the same time; as many as there are cores if not given."""
     config: Path | None = None
     """A TOML file with the sections shape, task, noise, rates, averaging, pace and exchange."""
+    hardship: Annotated[Hardship, Parameter(name="*", group="Hardship")] = NONE
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def lab(
     with bars("rounds", "test split") as (rounds, evaluation):
         watch = Watch(rounds, evaluation, output.say, lambda row: output.say(spoken(row)))
         where = device.choose(place.device)
-        studio = Lab(run.plain, corpus, out, where, watch, place.threads, at_once)
+        studio = Lab(run.plain, corpus, out, where, watch, place.threads, at_once, place.hardship)
         result = experiment(studio, beside.reference)
     lines = {"blocks": out / "history.jsonl"}
     if beside.reference:

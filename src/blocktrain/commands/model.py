@@ -18,9 +18,10 @@ from blocktrain.inference import decode
 from blocktrain.inference.decode import Sampling
 from blocktrain.learning.audit import audit as prove
 from blocktrain.learning.data import Corpus, open_corpus
-from blocktrain.learning.evaluate import SAMPLE, denoise_readouts
+from blocktrain.learning.evaluate import SAMPLE
 from blocktrain.learning.evaluate import evaluate as measure
 from blocktrain.learning.export import export_hf
+from blocktrain.learning.readouts import readouts as other_readouts
 from blocktrain.services.follow import Follower
 from blocktrain.wire.link import PATIENCE
 
@@ -66,7 +67,7 @@ def evaluate(
     model: Path
         A model directory.
     readouts: bool
-        For a denoise model: the other readouts too, on a 64 KiB sample; leaky ones say LEAKY.
+        Other readouts too, beside the headline's on the same 64 KiB sample; leaky ones say LEAKY.
     """
     if follow.follow:
         return keep_measuring(follow, open_corpus(text.data), output)
@@ -83,9 +84,7 @@ def evaluate(
         "per_block": score.per_block,
     }
     if readouts:
-        if opened.shape.objective != "denoise":
-            raise BadInput("Only a denoise model has other readouts; leave out --readouts.")
-        for other in denoise_readouts(opened, read[:SAMPLE], seed=0):
+        for other in other_readouts(opened, read[:SAMPLE], seed=0):
             found[f"{'LEAKY: ' if other.leaky else ''}{other.name} (64 KiB sample)"] = other.ce
     output.result(found, f"{text.data} {text.split}, honest readout, nats per byte")
 

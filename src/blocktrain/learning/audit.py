@@ -31,11 +31,10 @@ from blocktrain.learning.evaluate import (
     cross_entropies,
     evaluate,
     honest,
-    leaky_logs,
-    other_honest,
     windows,
 )
 from blocktrain.learning.model import START, VOCABULARY, Model, Sight
+from blocktrain.learning.readouts import leaky_logs, other_honest
 from blocktrain.terms import Digest, Progress, silent
 
 ROUND_TRIP = 4096  # bytes; a leak of 0.02 bits a byte shows

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.errors import BadCorpus
-from blocktrain.learning.model import START, VOCABULARY, Model, causal_sight, denoise
-from blocktrain.learning.noise import target_code
+from blocktrain.learning.model import START, Model
 from blocktrain.terms import Progress, silent
 
 Readout = Callable[[Tensor], Sequence[Tensor]]
@@ -100,76 +99,3 @@ def windows(whole: Tensor, window: int) -> Iterator[tuple[Tensor, Tensor, Tensor
         some = torch.tensor(rows[first : first + count])
         index_BT = some[:, :1] + at
         yield whole[index_BT], whole[index_BT + 1], at >= some[:, 1:]
-
-
-@dataclass(frozen=True)
-class DenoiseReadout:
-    """Another way to read a `denoise` model. LEAKY ones have seen the targets' noisy codes."""
-
-    name: str
-    ce: float
-    leaky: bool
-
-
-def denoise_readouts(
-    model: Model, text: NDArray[np.uint8], seed: int, progress: Progress = silent
-) -> list[DenoiseReadout]:
-    """Every honest readout beside the headline, and CE(sigma) with the true target, LEAKY."""
-    names = ["chain from 0, last block", "chain from noise, 1 draw", "chain from noise, 16 draws"]
-    names += ["first block at sigma_max"]
-    sigmas = model.noise.chain(model.shape.blocks)
-    leaky_names = [f"true target at sigma {sigma:.2f}" for sigma in sigmas]
-    values = cross_entropies(
-        lambda tokens: other_honest(model, tokens, seed),
-        text,
-        model.shape.window,
-        model.device,
-        lambda done, total: progress(done, 2 * total),
-    )
-    whole = torch.from_numpy(np.concatenate(([START], text)).astype(np.int64))
-    leaky = torch.zeros(len(sigmas), dtype=torch.float64)
-    done = len(text)
-    for tokens_BT, targets_BT, counted_BT in windows(whole, model.shape.window):
-        logs = leaky_logs(model, tokens_BT.to(model.device), targets_BT.to(model.device), seed)
-        leaky += torch.stack([nats_of(log_BTV, targets_BT, counted_BT) for log_BTV in logs])
-        done += int(counted_BT.sum())
-        progress(done, 2 * len(text))
-    return [
-        *(DenoiseReadout(name, ce, False) for name, ce in zip(names, values, strict=True)),
-        *(
-            DenoiseReadout(name, float(total) / len(text), True)
-            for name, total in zip(leaky_names, leaky, strict=True)
-        ),
-    ]
-
-
-def other_honest(model: Model, tokens_BT: Tensor, seed: int) -> list[Tensor]:
-    """Readouts whose z starts at nothing or at pure noise; nothing but context enters."""
-    random = torch.Generator().manual_seed(seed)
-    sight = causal_sight(model.shape, tokens_BT.shape[1], tokens_BT.device)
-    nothing = torch.zeros(*tokens_BT.shape, VOCABULARY, device=tokens_BT.device)
-    first, *_, last = [*model.denoise_chain(tokens_BT, nothing, sight)] * 2
-    draws = []
-    for _ in range(16):
-        noise = torch.randn(nothing.shape, generator=random).to(tokens_BT.device)
-        *_, final = model.denoise_chain(tokens_BT, model.noise.sigma_max * noise, sight)
-        draws.append(final.log_softmax(-1))
-    mixture = torch.logsumexp(torch.stack(draws), 0) - log(len(draws))
-    return [last.log_softmax(-1), draws[0], mixture, first.log_softmax(-1)]
-
-
-@torch.no_grad()
-def leaky_logs(model: Model, tokens_BT: Tensor, targets_BT: Tensor, seed: int) -> list[Tensor]:
-    """LEAKY: log-probabilities when z holds the true target, at each sigma by its own block."""
-    random = torch.Generator().manual_seed(seed)
-    sight = causal_sight(model.shape, tokens_BT.shape[1], model.device)
-    code_BTM = target_code(model.noise.code_seed).to(model.device)[targets_BT]
-    found = []
-    owners = [*model.blocks, model.blocks[-1]]  # the chain has one sigma more than blocks
-    for block, sigma in zip(owners, model.noise.chain(model.shape.blocks), strict=True):
-        noise_BTM = torch.randn(code_BTM.shape, generator=random).to(model.device)
-        sigma_B = torch.full((len(tokens_BT),), sigma, device=model.device)
-        z_BTM = code_BTM + sigma * noise_BTM
-        logits = denoise(block, model.noise, tokens_BT, z_BTM, sigma_B, sight)
-        found.append(logits.log_softmax(-1))
-    return found

@@ -4,37 +4,31 @@ The instrument of research, and the yardstick of the network. The reference is t
 one block of the whole depth: same bytes, same order, same optimiser, rates and weight averaging.
 
     OUT/manifest.json, block-*      the assembled model
-    OUT/history.jsonl               CE of a sample as the run went on
-    OUT/state-N/, state.json        where to go on after a stop, a crash or kill -9
+    OUT/history.jsonl, state*       where to go on after a stop or kill -9 (standings.py)
     OUT/reference/, OUT/shallow/    the same for the end-to-end models, with --reference
 """
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.aggregation.combine import Kept, Part, combine
-from blocktrain.disk import errors_are_clear, write_atomically
-from blocktrain.errors import BadConfig, BadModel
 from blocktrain.learning.data import Corpus, Cursor, batches
 from blocktrain.learning.device import threads
 from blocktrain.learning.evaluate import SAMPLE, evaluate
 from blocktrain.learning.files import (
     from_parameters,
-    load_tensors,
     save_model,
-    save_tensors,
 )
 from blocktrain.learning.local import (
     Start,
@@ -46,26 +40,13 @@ from blocktrain.learning.local import (
 )
 from blocktrain.learning.model import Model, new_block
 from blocktrain.learning.objective import Loader, objective_for
+from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.run import Run
+from blocktrain.services.standings import Standings, copied, save, saved
 from blocktrain.terms import Parameters, Progress, silent
 from blocktrain.wire import tensors
 
-PARTS = ("snapshot", "steady", "momentum", "residual")
 SAVE_EVERY = 60.0  # seconds: at most this much work is lost to kill -9
-
-
-@dataclass
-class Standings:
-    """All that changes while a run goes on."""
-
-    blocks: list[Kept]
-    optimisers: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
-    residuals: dict[tuple[int, int], Parameters] = field(default_factory=dict)
-    """What the codec lost of each replica's last update: it is added to the next one."""
-    round: int = 0
-    core_seconds: float = 0.0
-    history: list[dict[str, Any]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -94,27 +75,30 @@ class Lab:
     at_once: int = field(default_factory=lambda: os.cpu_count() or 1)
     """Replicas trained at the same time: one thread each is faster than several for one, and not
     slowed down tenfold by a busy neighbour."""
+    hardship: Hardship = NONE
 
     @property
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
-        return {"run": asdict(self.run), "data": self.corpus.name, "corpus": self.corpus.digest}
+        hardship = {} if self.hardship == NONE else {"hardship": asdict(self.hardship)}
+        told = {"run": asdict(self.run), "data": self.corpus.name, "corpus": self.corpus.digest}
+        return told | hardship
 
     def train(self) -> tuple[Model, Standings]:
         """Goes on from what the folder holds until every round is closed; saves the model."""
         now = self.resume()
-        saved = time.monotonic()
+        last = time.monotonic()
         try:
             while now.round < self.run.pace.rounds:
                 self.watch.rounds(now.round, self.run.pace.rounds)
                 now = self.advance(now)
                 if self.is_noted(now.round):
                     self.note(now)
-                if time.monotonic() - saved > SAVE_EVERY:
-                    self.save(now)
-                    saved = time.monotonic()
-        finally:
-            self.save(now)  # on Ctrl+C too: `now` is always the state after a whole round
+                if time.monotonic() - last > SAVE_EVERY:
+                    save(now, self.folder, self.identity)
+                    last = time.monotonic()
+        finally:  # on Ctrl+C too: `now` is always the state after a whole round
+            save(now, self.folder, self.identity)
         self.watch.rounds(now.round, self.run.pace.rounds)
         model = self.assemble(now)
         save_model(model, self.folder, self.identity)
@@ -139,20 +123,26 @@ class Lab:
         places = [(index, slot) for index in range(len(now.blocks)) for slot in range(replicas)]
         with threads(self.threads), ThreadPoolExecutor(self.at_once) as pool:
             done = dict(zip(places, pool.map(replica, places), strict=True))
-        blocks, residuals = [], {}
+        blocks, residuals, late = [], {}, {}
         for index, standing in enumerate(now.blocks):
             parts = []
             for slot in range(replicas):
                 update, at = done[index, slot][0], (index, slot)
                 change, lost = self.sent(update.change, now.residuals.get(at))
-                parts.append(Part(change.__getitem__, update.bytes_trained))
                 if lost is not None:
                     residuals[at] = lost
+                if (before := now.late.get(at)) and self.hardship.salvaged:
+                    parts.append(Part(before[0].__getitem__, before[1], self.hardship.salvaged))
+                if self.hardship.is_late(self.run.pace.seed, number, index, slot):
+                    late[at] = (change, update.bytes_trained)
+                else:
+                    parts.append(Part(change.__getitem__, update.bytes_trained))
             blocks.append(combine(standing, parts, self.run.averaging, self.run.exchange.codec))
         return Standings(
             blocks,
             {at: optimiser for at, (_, optimiser) in done.items()},
             residuals,
+            late,
             number,
             now.core_seconds + time.process_time() - began,
             now.history,
@@ -168,8 +158,10 @@ class Lab:
         return tensors.decode(body, codec, tensors.shapes_of(change)), lost
 
     def batches(self, slot: int, number: int) -> Iterator[tuple[NDArray[np.int64], Cursor]]:
-        """The data of one slot in one round, the same for every block."""
-        return batches(self.corpus.train, self.run.plan, Cursor(slot, number, 0))
+        """The data of one slot in one round, the same for every block: what it has time for."""
+        pace = self.run.pace
+        steps = self.hardship.steps(pace.local_steps, slot, pace.replicas)
+        return islice(batches(self.corpus.train, self.run.plan, Cursor(slot, number, 0)), steps)
 
     def loader(self, index: int, steady: Parameters) -> Loader:
         """Opens a neighbour once per round, however many blocks and replicas look at it."""
@@ -215,67 +207,9 @@ class Lab:
         now.history.append(row)
         self.watch.noted(row)
 
-    def save(self, now: Standings) -> None:
-        """Writes everything needed to go on; the pointer `state.json` is replaced last."""
-        name = f"state-{now.round}"
-        with errors_are_clear(self.folder):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-            for index, standing in enumerate(now.blocks):
-                values = {
-                    f"{part}.{key}": torch.from_numpy(value)
-                    for part in PARTS
-                    for key, value in (getattr(standing, part) or {}).items()
-                }
-                save_tensors(self.folder / name / f"block-{index}.safetensors", values)
-            for (index, slot), state in now.optimisers.items():
-                save_tensors(
-                    self.folder / name / f"optimiser-{index}-{slot}.safetensors", copied(state)
-                )
-            for (index, slot), residual in now.residuals.items():
-                lost = {name: torch.from_numpy(value) for name, value in residual.items()}
-                save_tensors(self.folder / name / f"residual-{index}-{slot}.safetensors", lost)
-            lines = b"".join(msgspec.json.encode(row) + b"\n" for row in now.history)
-            write_atomically(self.folder / "history.jsonl", lines)
-            body = Saved(self.identity, name, now.round, now.core_seconds)
-            write_atomically(self.folder / "state.json", msgspec.json.encode(body))
-            for old in self.folder.glob("state-*"):
-                if old.name != name:
-                    shutil.rmtree(old)
-
     def resume(self) -> Standings:
-        """The state in the folder if there is one of this very run, else the beginning."""
-        pointer = self.folder / "state.json"
-        if not pointer.exists():
-            return self.beginning()
-        try:
-            saved = msgspec.json.decode(pointer.read_bytes(), type=Saved)
-            if saved.identity != msgspec.to_builtins(self.identity):
-                raise BadConfig(
-                    f"{self.folder} holds a run with other settings; choose another --out, "
-                    "or repeat the command that made it."
-                )
-            folder = self.folder / saved.folder
-            blocks = [
-                standing_of(load_tensors(folder / f"block-{index}.safetensors"))
-                for index in range(self.run.shape.blocks)
-            ]
-            optimisers = {
-                (index, slot): load_tensors(folder / f"optimiser-{index}-{slot}.safetensors")
-                for index in range(len(blocks))
-                for slot in range(self.run.pace.replicas if saved.round else 0)
-            }
-            residuals = {
-                at: {name: value.numpy() for name, value in load_tensors(path).items()}
-                for at in optimisers
-                if (path := folder / "residual-{}-{}.safetensors".format(*at)).exists()
-            }
-            lines = (self.folder / "history.jsonl").read_bytes().splitlines()
-        except (msgspec.DecodeError, OSError) as error:
-            raise BadModel(
-                f"{pointer} is damaged ({error}); choose another --out or remove the folder."
-            ) from None
-        history = [msgspec.json.decode(line) for line in lines]
-        return Standings(blocks, optimisers, residuals, saved.round, saved.core_seconds, history)
+        """Where the folder says that this very run is, else the beginning."""
+        return saved(self.folder, self.identity) or self.beginning()
 
     def beginning(self) -> Standings:
         """Every block as its seed makes it; the first steady one is the first snapshot."""
@@ -284,30 +218,6 @@ class Lab:
             for index in range(self.run.shape.blocks)
         ]
         return Standings([Kept(snapshot, snapshot) for snapshot in first])
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The pointer to the newest state."""
-
-    identity: dict[str, Any]
-    folder: str
-    round: int
-    core_seconds: float
-
-
-def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of their own, so that nobody else's change with them."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def standing_of(found: dict[str, Tensor]) -> Kept:
-    """A block's standing from its file."""
-    parts: dict[str, Parameters] = {}
-    for key, tensor in found.items():
-        part, name = key.split(".", 1)
-        parts.setdefault(part, {})[name] = tensor.numpy()
-    return Kept(**parts)
 
 
 @dataclass(frozen=True)
@@ -355,6 +265,7 @@ def end_to_end_ce(lab: Lab, layers: int, name: str) -> float:
         lab,
         run=lab.run.end_to_end(layers),
         folder=lab.folder / name,
+        hardship=NONE,
         threads=lab.threads * lab.at_once,  # one replica: it may have all the cores
     )
     model, _ = other.train()
