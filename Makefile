@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/first
 
-.PHONY: run test check proofs three-hosts format reference models reproduce reproduce-quick clean
+.PHONY: run test check proofs three-hosts format reference models whole reproduce reproduce-quick clean
 
 run: $(VENV)/.ready  ## train the default model on WikiText-2, measure it, let it write
 	$(BIN)/blocktrain train --out $(RUN) --reference-line docs/reference.jsonl
@@ -37,9 +37,13 @@ reference: $(VENV)/.ready  ## train the reference line of `make run`'s plot agai
 
 models: $(VENV)/.ready  ## train the small model and the judge of the serving tests again (models/)
 	$(BIN)/blocktrain lab --rounds 100 --reference --out runs/bar
+	rm -f models/small/* models/judge/*
 	cp runs/bar/manifest.json runs/bar/block-*.safetensors models/small/
 	$(BIN)/blocktrain refit models/small --blocks 1-2
 	cp runs/bar/reference/manifest.json runs/bar/reference/block-*.safetensors models/judge/
+
+whole: $(VENV)/.ready  ## train the model that `bench wan` generates whole texts with (runs/whole); 13 core-minutes
+	$(BIN)/blocktrain lab --objective denoise --window 512 --batch 4 --span 384 --masked-share 0.75 --rounds 80 --out runs/whole
 
 reproduce: $(VENV)/.ready  ## every row of docs/results.md from nothing; about a day on two cores, goes on when stopped
 	$(BIN)/blocktrain reproduce

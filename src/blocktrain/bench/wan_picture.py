@@ -8,7 +8,9 @@ import matplotlib
 matplotlib.use("Agg")  # no screen is needed, and none is assumed
 from matplotlib import pyplot as plt
 
-COLOURS = {"ar": "#333333", "speculative": "#b08900", "exact": "#0b6e4f", "whole 1": "#7a3b8f"}
+COLOURS = {"ar": "#333333", "speculative": "#b08900", "exact": "#0b6e4f", "whole": "#7a3b8f"}
+
+WORDS = {"whole": "whole, one traversal"}
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
@@ -23,10 +25,13 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
                 (row["rtt_ms"], row["bytes_per_s"], row["planned_bytes_per_s"])
                 for row in rows
                 if (row["temperature"], row["mbit"], row["mode"]) == (temperature, mbit, mode)
+                and (mode != "whole" or row["traversals"] == 1)
             )
             if some:
                 rtts, rates, planned = zip(*some, strict=True)
-                axis.plot(rtts, rates, color=colour, marker="o", linewidth=2, label=mode)
+                axis.plot(
+                    rtts, rates, color=colour, marker="o", linewidth=2, label=WORDS.get(mode, mode)
+                )
                 axis.plot(rtts, planned, color=colour, linestyle=":", marker="x")
         axis.set_title(f"temperature {temperature:g}, {mbit:g} Mbit/s", fontsize=10)
         axis.set_xlabel("round trip, ms (dotted: as planned)")

@@ -45,12 +45,12 @@ def compare(panel: Panel, traversals: Sequence[int], progress: Progress = silent
         found.append(judge.quality(referee, samples(panel, folder, mode, count)))
     return [
         {
-            "mode": f"whole {count}" if count else mode,
+            "mode": mode,
+            "traversals": count or panel.length,
             "judge_ce": quality.judge_ce,
             **{f"distinct_{n}": d for n, d in zip(judge.LENGTHS, quality.distinct, strict=True)},
             "entropy": quality.entropy,
             "beside_ar": quality.stands_beside(found[0]) if count else None,
-            "traversals": count or panel.length,
             "bytes": quality.bytes,
         }
         for (_, mode, count), quality in zip(kinds, found, strict=True)
@@ -70,7 +70,7 @@ def samples(panel: Panel, folder: Path, mode: Mode, traversals: int) -> list[Sam
 
 def verdict(quality: Sequence[Row], rows: Sequence[Row]) -> str:
     """The rate at the fewest traversals that stand beside `ar`, or that none did."""
-    fewest = next((row["mode"] for row in quality if row["beside_ar"]), None)
+    fewest = next((row["traversals"] for row in quality if row["beside_ar"]), None)
     within = (
         f"judge CE within {judge.CLOSE} of ar's and distinct-2, -3, -4 at least "
         f"{judge.MATCHED} of ar's"
@@ -82,6 +82,6 @@ def verdict(quality: Sequence[Row], rows: Sequence[Row]) -> str:
         f"{row['bytes_per_s']:.1f} bytes/s at {row['rtt_ms']:g} ms and {row['mbit']:g} Mbit/s "
         f"({row['times_ar']:.1f} x ar)"
         for row in rows
-        if row["mode"] == fewest
+        if (row["mode"], row["traversals"]) == ("whole", fewest)
     )
-    return f"{fewest} is the fewest with {within}: {rates}."
+    return f"whole in {fewest} traversals is the fewest with {within}: {rates}."

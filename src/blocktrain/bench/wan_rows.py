@@ -32,12 +32,12 @@ def row(kind: Kind, texts: list[Text], ar: dict[tuple[float, ...], Text], planne
     if mode in ("speculative", "exact") and beside:
         identical = all(one.text == other.text for one, other in beside)
     return {
-        "mode": mode if mode != "whole" else f"whole {asked}",
+        "mode": mode,
         "temperature": temperature,
         "rtt_ms": rtt_ms,
         "mbit": mbit,
         "bytes_per_s": median(each.rate for each in made),
-        "traversals": median(each.traversals for each in made),
+        "traversals": asked or median(each.traversals for each in made),
         "wire_bytes_per_byte": median(each.sent / len(each.text) for each in made),
         "first_byte_ms": median(1000 * each.first_byte for each in made),
         "planned_bytes_per_s": planned[kind].bytes_per_s,

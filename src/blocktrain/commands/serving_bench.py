@@ -22,6 +22,8 @@ from blocktrain.learning.data import open_corpus
 
 SMALL, JUDGE = Path("models/small"), Path("models/judge")
 """The models that lie in the repository."""
+WHOLE = Path("runs/whole")
+"""The one that `make whole` trains."""
 PROMPT = 128  # bytes
 SURVEYED = 6  # prompts that forecasts are made from
 STAGES, SERVE, WAN = stages_bench.Trial(), serve_bench.Trial(), wan_bench.Trial()
@@ -33,8 +35,8 @@ class Who:
 
     model: Path = SMALL
     """A model directory, for ar, speculative and exact."""
-    whole_model: Path | None = None
-    """One trained with denoise on masked spans, for whole."""
+    whole_model: Path = WHOLE
+    """One trained with denoise on masked spans, for whole; `make whole` trains it."""
     judge: Path = JUDGE
     """An end-to-end model, to judge whole by."""
     judged: int = 16
@@ -56,11 +58,20 @@ SHOWN = {
     "as ar": "identical",
 }
 """Of a row, what fits on a terminal."""
+JUDGED = {
+    "mode": "mode",
+    "traversals": "traversals",
+    "judge's CE": "judge_ce",
+    "distinct-2": "distinct_2",
+    "-4": "distinct_4",
+    "entropy": "entropy",
+    "as ar": "beside_ar",
+}
 
 
 def wan(
     *,
-    out: Path,
+    out: Path = Path("runs/wan"),
     trial: Annotated[wan_bench.Trial, Parameter(name="*")] = WAN,
     who: Annotated[Who, Parameter(name="*")] = WHO,
     output: Out = PLAIN,
@@ -78,19 +89,18 @@ def wan(
     with bar(f"opening {who.data}") as progress:
         corpus = open_corpus(who.data, progress)
     given = prompts(corpus.test, trial.prompts, PROMPT)
-    models = wan_bench.Models(who.model, who.whole_model, given)
+    whole = who.whole_model if who.whole_model.exists() else None
+    models = wan_bench.Models(who.model, whole, given)
     with bar("planning"):
         other = prompts(corpus.valid, SURVEYED, PROMPT)
         planned = Planner(models, trial.length, other).all(trial)
-    if not who.whole_model:
-        output.say("No row is of whole: that needs a model of its own (--whole-model).")
+    if not whole:
+        output.say(f"No row is of whole: there is no {who.whole_model}; `make whole` trains it.")
     rows = wan_rows.rows(wan_bench.measure(trial, models, out, output.say), planned)
     quality, verdict = [], ""
-    if who.whole_model:
+    if whole:
         judged, sampled = prompts(corpus.test, who.judged, PROMPT), max(trial.temperature)
-        panel = wan_quality.Panel(
-            who.model, who.whole_model, who.judge, judged, trial.length, sampled
-        )
+        panel = wan_quality.Panel(who.model, whole, who.judge, judged, trial.length, sampled)
         with bar("judging") as progress:
             quality = wan_quality.compare(panel, trial.traversals, progress)
         verdict = wan_quality.verdict(quality, [r for r in rows if r["temperature"] == sampled])
@@ -101,7 +111,7 @@ def wan(
     if not output.json:
         output.rows([{name: row[key] for name, key in SHOWN.items()} for row in rows], "WAN")
         if quality:
-            output.rows(quality, "Quality")
+            output.rows([{n: row[key] for n, key in JUDGED.items()} for row in quality], "Quality")
             output.say(verdict)
     print_json(found)
 
