@@ -22,7 +22,7 @@ check: $(VENV)/.ready-dev  ## what pre-commit and CI check besides the tests
 	$(BIN)/lint-imports
 
 proofs: $(VENV)/.ready-dev  ## the numbers of issue size: compute, memory, learning; about an hour
-	$(BIN)/pytest proofs --timeout 7200
+	$(BIN)/pytest proofs --timeout 7200 -rP
 
 three-hosts: $(VENV)/.ready  ## train across three hosts with a WAN between them; needs root
 	$(BIN)/blocktrain bench three-hosts --out runs/three-hosts --rounds 24

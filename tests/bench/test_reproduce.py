@@ -40,6 +40,7 @@ TINY = replace(
     base=changed(Run(), width=16, heads=1, window=16, batch=4, local_steps=2),
     budget=1280,
     part=640,
+    trial=640,
     cut=0,
 )
 
@@ -347,7 +348,7 @@ def test_readme_and_page_are_what_results_json_says() -> None:
 
 
 def test_a_readme_without_a_place_is_refused() -> None:
-    results = Results("full", "runs", "a text", 1, 1, {}, [])
+    results = Results("full", "runs", "a text", 1, 1, 1, {}, [])
     for text in ("", BEGIN, f"{END}\n{BEGIN}", BEGIN + BEGIN + END):
         with pytest.raises(BadInput, match=r"README.md needs one line"):
             with_section(text, results)

@@ -122,24 +122,24 @@ def steady(book: Notebook, scale: Scale) -> Found:
     sides = tuned(book, scale)
     runs = [changed(sides.blocks, steady=kept) for kept in (0.0, 0.5, 0.7, 0.9)]
     runs.append(changed(sides.blocks, outer_rate=0.7))
-    runs = [sized(run, scale.part) for run in runs]
-    reference = sized(sides.reference, scale.part)
+    runs = [sized(run, scale.trial) for run in runs]
+    reference = sized(sides.reference, scale.trial)
     return Found(table=against(book, runs, reference, "steady", "outer_rate"))
 
 
 def lookahead(book: Notebook, scale: Scale) -> Found:
     """How far downstream the loss is taken, and what that costs."""
     sides = tuned(book, scale)
-    runs = [sized(changed(sides.blocks, lookahead=blocks), scale.budget) for blocks in (0, 1, 2)]
-    reference = sized(sides.reference, scale.budget)
+    runs = [sized(changed(sides.blocks, lookahead=blocks), scale.part) for blocks in (0, 1, 2)]
+    reference = sized(sides.reference, scale.part)
     return Found(table=against(book, runs, reference, "lookahead", flops=True))
 
 
 def own_share(book: Notebook, scale: Scale) -> Found:
     """How much of the loss is taken at the block's own head."""
     sides = tuned(book, scale)
-    runs = [sized(changed(sides.blocks, own_share=share), scale.part) for share in (0.0, 0.1, 0.3)]
-    return Found(table=against(book, runs, sized(sides.reference, scale.part), "own_share"))
+    runs = [sized(changed(sides.blocks, own_share=share), scale.trial) for share in (0.0, 0.1, 0.3)]
+    return Found(table=against(book, runs, sized(sides.reference, scale.trial), "own_share"))
 
 
 # --- 4, replicas, and what they move -------------------------------------------------------------
@@ -172,12 +172,12 @@ def codecs(book: Notebook, scale: Scale) -> Found:
     """Coarser updates and deltas, made up for by what is kept back."""
     blocks = tuned(book, scale).blocks
     runs = [changed(blocks, codec=name) for name in ("fp32", "int8", "int4", "int2")]
-    return moving(book, "blocks", [sized(run, scale.part) for run in runs])
+    return moving(book, "blocks", [sized(run, scale.trial) for run in runs])
 
 
 def crew(run: Run, scale: Scale, count: int) -> Run:
-    """So many workers per block."""
-    return sized(changed(run, replicas=count, batch=scale.shared_batch // count), scale.budget)
+    """So many workers per block, who share what one has for a step."""
+    return sized(changed(run, replicas=count, batch=scale.shared_batch // count), scale.part)
 
 
 # --- 5, blocks, and 6, denoise -------------------------------------------------------------------
@@ -187,10 +187,10 @@ def blocks(book: Notebook, scale: Scale) -> Found:
     """The same layers cut into 2, 4 and 8 blocks."""
     sides = tuned(book, scale)
     runs = [
-        sized(changed(sides.blocks, blocks=count, layers=scale.depth // count), scale.budget)
+        sized(changed(sides.blocks, blocks=count, layers=scale.depth // count), scale.part)
         for count in (2, 4, 8)
     ]
-    reference = sized(changed(sides.reference, layers=scale.depth), scale.budget)
+    reference = sized(changed(sides.reference, layers=scale.depth), scale.part)
     table = against(book, runs, reference, "blocks", flops=True)
     for line, run in zip(table, runs, strict=True):
         last = run.shape.blocks - 1
@@ -209,7 +209,7 @@ def denoise(book: Notebook, scale: Scale) -> Found:
     sides = tuned(book, scale)
     noisy = changed(sides.blocks, objective="denoise")
     kinds = (sides.reference, sides.shallow, sides.blocks, noisy)
-    runs = [sized(run, scale.budget) for run in kinds]
+    runs = [sized(run, scale.part) for run in kinds]
     found = book.labs(*runs)
     readouts = book.of_model("evaluate", runs[-1], "--readouts")
     names = ("end to end, all layers", "end to end, one block's layers", "neighbours", HEADLINE)
@@ -241,7 +241,7 @@ def samples(readouts: Record) -> list[tuple[str, float]]:
 
 def unreliable(book: Notebook, scale: Scale) -> Found:
     """Four workers per block: slow ones, late ones, and late ones that are salvaged."""
-    run = crew(tuned(book, scale).blocks, scale, 4)
+    run = sized(crew(tuned(book, scale).blocks, scale, 4), scale.trial)
     kinds = (
         NONE,
         Hardship(slowest=8),

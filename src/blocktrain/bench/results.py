@@ -61,6 +61,7 @@ class Results:
     text: str
     budget: int
     part: int
+    trial: int
     base: dict[str, Any]
     rows: list[Result]
 
@@ -80,7 +81,8 @@ def collect(looks: Sequence[Look], scale: Scale, folder: Path, old: Results | No
         else:
             rows.append(result(each, scale, folder))
     base = asdict(scale.base)
-    return Results(scale.name, scale.folder, scale.text, scale.budget, scale.part, base, rows)
+    sizes = (scale.budget, scale.part, scale.trial)
+    return Results(scale.name, scale.folder, scale.text, *sizes, base, rows)
 
 
 def result(seen: Look, scale: Scale, folder: Path) -> Result:

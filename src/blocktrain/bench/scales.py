@@ -20,9 +20,11 @@ class Scale:
     base: Run
     """Blocks with one worker each, before its rate is tuned."""
     budget: int
-    """Bytes that each block sees, at least."""
+    """Bytes that each block sees, at least: the headline, and rounds of other lengths."""
     part: int
-    """The same for what is tried out more cheaply: rates and other single settings."""
+    """The same for the other tables."""
+    trial: int
+    """The same for what is tried out most cheaply: rates, and settings one by one."""
     grid: tuple[float, ...]
     """Muon's rates that both sides are tried with."""
     seeds: tuple[int, ...]
@@ -79,13 +81,13 @@ def sized(run: Run, budget: float) -> Run:
 def tuned(book: Notebook, scale: Scale) -> Sides:
     """Both sides at the rate of the grid that serves each best.
 
-    Cheaper runs than the headline's (`scale.part`), the first seed; what counts is CE of a sample
+    Cheaper runs than the headline's (`scale.trial`), the first seed; what counts is CE of a sample
     of valid, so that nothing is chosen by the split that is reported. One block's depth takes the
     reference's rate, and so does every end-to-end model of another depth.
     """
     blocks = scale.base
     layers = blocks.shape.blocks * blocks.shape.layers
-    tries = [sized(changed(blocks, matrix=rate), scale.part) for rate in scale.grid]
+    tries = [sized(changed(blocks, matrix=rate), scale.trial) for rate in scale.grid]
     others = [each.end_to_end(layers) for each in tries]
     if len(scale.grid) > 1:
         found = book.labs(*tries, *others)
@@ -111,6 +113,7 @@ FULL = Scale(
     base=changed(Run(), local_steps=20),
     budget=12_288_000,
     part=4_096_000,
+    trial=1_638_400,
     grid=(0.01, 0.02, 0.04),
     seeds=(0, 1, 2),
 )
@@ -121,6 +124,7 @@ QUICK = Scale(
     base=changed(Run(), local_steps=20, width=64, heads=1, window=128),
     budget=327_680,  # 4 rounds of 80 steps: all lengths of rounds see the same bytes
     part=163_840,
+    trial=163_840,
     grid=(0.01, 0.02),
     seeds=(0,),
     memory=("--width", "512", "--layers", "4", "--batch", "2", "--window", "64"),

@@ -39,7 +39,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
         axis.grid(alpha=0.25, which="both")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("bytes per second")
-    axes[0][0].legend(frameon=False)
+    axes[0][0].legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.58))
     figure.tight_layout()
     figure.savefig(out)
     plt.close(figure)
