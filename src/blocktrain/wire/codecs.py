@@ -158,9 +158,13 @@ class LowBit:
         scales = np.empty(blocks_in(value.size), "<u2")
         for at, values in cached(value):
             steps, scales[at_blocks(at)] = scaled(values, np.float32(self.step))
-            steps += half  # before it is cut: so -1e-39 is 0 also where it is flushed to 0
-            codes = steps.clip(0, 2 * half - 1, out=steps).astype("u1").reshape(-1)
-            packed[self.at_bytes(at)] = self.pack(codes)[: -(-values.size // self.per_byte)]
+            steps += half  # before the floor: so -1e-39 is 0 also where it is flushed to 0
+            np.floor(steps, out=steps)
+            codes = steps.clip(0, 2 * half - 1, out=steps).astype("u1").reshape(-1, self.per_byte)
+            whole = codes[:, 0].copy()
+            for place in range(1, self.per_byte):
+                whole |= codes[:, place] << (self.bits * place)
+            packed[self.at_bytes(at)] = whole[: -(-values.size // self.per_byte)]
         return packed, scales
 
     def decode(self, parts: Sequence[Raw], shape: Dimensions) -> Array:
@@ -168,14 +172,9 @@ class LowBit:
             return INT8.decode(parts, shape)
         packed, scales = parts
         levels = self.levels()
-        several = levels.view(f"c{4 * self.per_byte}").reshape(-1)  # moved as one: a byte's values
         value = np.empty(shape, np.float32)
         for at, out in cached(value.reshape(-1)):
-            codes, whole = packed[self.at_bytes(at)], out.size // self.per_byte
-            to = out[: whole * self.per_byte].view(several.dtype)
-            several.take(codes[:whole], out=to, mode="clip")  # which no byte needs; `raise` copies
-            if rest := out.size % self.per_byte:
-                out[-rest:] = levels[codes[-1], :rest]
+            out[:] = levels.take(packed[self.at_bytes(at)], axis=0).reshape(-1)[: out.size]
             multiply(out, scales[at_blocks(at)])
         return value
 
@@ -185,14 +184,6 @@ class LowBit:
         codes = (np.arange(256)[:, None] >> shifts) & (2**self.bits - 1)
         levels: Array = codes.astype(np.float32) + np.float32(0.5 - 2 ** (self.bits - 1))
         return levels
-
-    def pack(self, codes: Raw) -> Raw:
-        """The bytes of codes that have a byte each, by words that hold a byte's codes."""
-        words = codes.view(f"<u{self.per_byte}")
-        whole = words.copy()
-        for place in range(1, self.per_byte):
-            whole |= words >> ((8 - self.bits) * place)
-        return whole.astype("u1")
 
     def at_bytes(self, at: slice) -> slice:
         """Where the codes of these values lie."""
