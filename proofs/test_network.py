@@ -3,11 +3,16 @@
 import pytest
 from proofs.test_reach import RUNS, last_line
 
+from blocktrain.learning.model import Shape, new_block
+
 
 def test_combining_needs_little_memory_and_is_fast() -> None:
     found = last_line("bench", "combine", "--json")
     assert found["memory_in_updates"] <= 2
     assert found["speed_ratio"] >= 0.5
+    fp32, int4 = found["rows"]
+    assert (fp32["speed_ratio"], int4["codec"]) == (found["speed_ratio"], "int4")
+    assert int4["memory_in_updates"] <= 2
 
 
 @pytest.mark.parametrize("codec", ["int4", "fp32"])  # the default one, and as many bytes of fewer
@@ -55,3 +60,13 @@ def test_three_hosts_move_little() -> None:
     assert 5.5 < found["ce_start"] < 5.6
     assert found["ce"] <= 1.811
     assert found["bytes_moved"] <= 152e6
+    assert found["rounds"] == 24
+    assert found["parameters"] == sum(
+        parameter.numel()
+        for index in range(Shape().blocks)
+        for parameter in new_block(Shape(), index, seed=0).parameters()
+    )
+    each = found["bytes_moved"] / found["parameters"] / 24
+    assert found["bytes_per_parameter_and_round"] == pytest.approx(each)
+    # An update up, and at least two deltas down, of half a byte a value: nothing is left out.
+    assert 1.5 <= each <= 4

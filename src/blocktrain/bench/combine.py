@@ -11,7 +11,10 @@ speed     In turn, TURNS times, and medians compared; nothing is written, files 
           `speed_ratio_by_clock` is of the same calls.
           numpy     total += change, tensor by tensor, of every update as an fp32 blob
           combine   all that `combined` does: mean by shares, codec, next snapshot and steady
-          If the codec is lossy, combine reads the encoded updates, and decodes them.
+          If the codec is lossy, combine reads the encoded updates, and decodes them; numpy's
+          side stays the same.
+
+fp32 is measured, and a codec beside it, each in a process of its own, on the same numbers.
 """
 
 import json
@@ -22,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,8 +36,9 @@ from blocktrain.aggregation.combine import Averaging, Next, Part, Standing, comb
 from blocktrain.aggregation.pour import pour
 from blocktrain.aggregation.store import FolderStore
 from blocktrain.bench.memory import POLL, anonymous
-from blocktrain.errors import BlockTrainError
+from blocktrain.errors import BadInput, BlockTrainError
 from blocktrain.terms import Array, Digest
+from blocktrain.wire.codecs import CODECS
 from blocktrain.wire.tensors import Body, Shapes, Writer, largest, order, stream
 
 LAYERS = 8
@@ -55,17 +59,28 @@ class Case:
 
 
 def measure(
-    parameters: int = 100_000_000, replicas: int = 6, codec: str = "fp32"
+    parameters: int = 100_000_000, replicas: int = 6, beside: str = "int4"
 ) -> dict[str, Any]:
-    """Prepares the blobs, and has a child process combine them.
+    """What fp32 takes, and in `rows` that and what the codec beside it takes.
 
     `memory_in_updates` is in fp32 updates; `speed_ratio` is numpy's seconds over combine's.
     """
+    if beside not in CODECS:
+        raise BadInput(f"There is no codec '{beside}'; choose one of {', '.join(CODECS)}.")
     width = round((parameters / (12 * LAYERS)) ** 0.5)  # a layer has 12 squares of its width
     with tempfile.TemporaryDirectory() as folder:
-        case = prepare(FolderStore(Path(folder)), width, replicas, codec)
-        command = [sys.executable, "-m", __name__, json.dumps(asdict(case)), folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        store = FolderStore(Path(folder))
+        cases = [prepare(store, width, replicas)]
+        if beside != cases[0].codec:
+            cases.append(encoded(store, cases[0], beside))
+        rows = [by_child(case, folder) for case in cases]
+    return {**rows[0], "rows": rows}
+
+
+def by_child(case: Case, folder: str) -> dict[str, Any]:
+    """Has a process of its own combine what lies in the folder."""
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(case)), folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip() or "no word").splitlines()[-1]
         raise BlockTrainError(f"The combining process failed ({last}); try fewer parameters.")
@@ -88,14 +103,18 @@ def block_of(width: int) -> Shapes:
 # --- before: blobs ------------------------------------------------------------------------------
 
 
-def prepare(store: FolderStore, width: int, replicas: int, codec: str) -> Case:
-    """Writes what is to be combined."""
+def prepare(store: FolderStore, width: int, replicas: int) -> Case:
+    """Writes what is to be combined, in fp32."""
     like = block_of(width)
     snapshot, steady, *plain = (put_plain(store, like, seed) for seed in range(2 + replicas))
-    updates = plain
-    if codec != "fp32":
-        updates = [put_encoded(store, like, 2 + slot, codec) for slot in range(replicas)]
-    return Case(width, codec, snapshot, steady, updates, plain)
+    return Case(width, "fp32", snapshot, steady, plain, plain)
+
+
+def encoded(store: FolderStore, plain: Case, codec: str) -> Case:
+    """The same case with its updates by a codec."""
+    like, seeds = block_of(plain.width), range(2, 2 + len(plain.plain))
+    updates = [put_encoded(store, like, seed, codec) for seed in seeds]
+    return replace(plain, codec=codec, updates=updates)
 
 
 def put_plain(store: FolderStore, like: Shapes, seed: int) -> Digest:

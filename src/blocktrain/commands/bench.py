@@ -5,7 +5,7 @@ from dataclasses import asdict
 from blocktrain.bench import combine as combine_bench
 from blocktrain.bench import compute as compute_bench
 from blocktrain.bench import memory as memory_bench
-from blocktrain.console import PLAIN, Out, bar
+from blocktrain.console import PLAIN, Out, bar, print_json
 
 
 def compute(
@@ -64,7 +64,7 @@ def combine(
     *,
     parameters: int = 100_000_000,
     replicas: int = 6,
-    codec: str = "fp32",
+    beside: str = "int4",
     output: Out = PLAIN,
 ) -> None:
     """Combining many updates of a large block: memory in updates, speed against numpy.
@@ -75,7 +75,11 @@ def combine(
         Of the block.
     replicas: int
         Updates combined.
-    codec: str
-        Of the updates: fp32, fp16, int8, int4 or int2.
+    beside: str
+        A codec of updates that is measured beside fp32: fp16, int8, int4 or int2.
     """
-    output.result(combine_bench.measure(parameters, replicas, codec), "Combine")
+    found = combine_bench.measure(parameters, replicas, beside)
+    if output.json:
+        return print_json(found)
+    for row in found["rows"]:
+        output.result(row, f"Combine, {row['codec']}")

@@ -20,7 +20,7 @@ def network(
     run: Annotated[RunFlags, Parameter(name="*")] = FLAGS,
     output: Out = PLAIN,
 ) -> None:
-    """CPU-seconds of the network against the lab's, for the same work.
+    """CPU-seconds of the network against the lab's for the same work, and seconds to a first step.
 
     Parameters
     ----------
