@@ -57,7 +57,9 @@ def quick(**others: Any) -> Rules:
     return Rules(**{**usual, **others})
 
 
-def begin_light(folder: Path, rules: Rules, averaging: Averaging | None = None) -> None:
+def begin_light(
+    folder: Path, rules: Rules, averaging: Averaging | None = None, codec: str = "fp32"
+) -> None:
     """A run of tiny blocks, as `blocktrain init` would make it."""
     folder.mkdir(parents=True)
     load_or_make_key(folder / KEY)
@@ -74,7 +76,7 @@ def begin_light(folder: Path, rules: Rules, averaging: Averaging | None = None) 
         corpus=NOTHING,
         splits=((0, NOTHING),) * 3,
         corpus_served=False,
-        codec="fp32",
+        codec=codec,
         rules=rules,
         averaging=averaging or Averaging(),
         blocks=(SHAPES,) * rules.blocks,
