@@ -13,10 +13,10 @@ from tests.attacks.conftest import HASTY, LONG
 from tests.attacks.siege import Peer, Siege, besieged, sealed, why
 
 from blocktrain.aggregation.folder import BLOBS
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.aggregation.keeper import UNNAMED
 from blocktrain.aggregation.ledger import Transaction, WorkerId, hash_of_token
 from blocktrain.aggregation.retention import blobs_kept
-from blocktrain.aggregation.store import FolderStore
 from blocktrain.learning.data import Corpus
 from blocktrain.services.begin import Settings, begin
 from blocktrain.services.run import Exchange

@@ -19,10 +19,10 @@ from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.aggregation.folder import BLOBS, KEY, LEDGER, TOKEN
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.aggregation.ledger import new_token
 from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.aggregation.state import State
-from blocktrain.aggregation.store import FolderStore
 from blocktrain.errors import NoBlob
 from blocktrain.services import membership
 from blocktrain.services.membership import Visitor

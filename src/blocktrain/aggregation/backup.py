@@ -10,10 +10,8 @@ import secrets
 import tarfile
 from pathlib import Path
 
-from blocktrain.aggregation.folder import BLOBS, CORPUS, LEDGER, LOCK
+from blocktrain.aggregation.folder import BLOBS, CORPUS, LEDGER, LOCK, open_ledger, open_store
 from blocktrain.aggregation.retention import blobs_kept
-from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.aggregation.store import FolderStore
 from blocktrain.disk import errors_are_clear, sync
 from blocktrain.errors import BadInput, BadRun, NoBlob
 from blocktrain.terms import Digest, Progress, silent
@@ -46,11 +44,11 @@ def back_up(folder: Path, file: Path, progress: Progress = silent) -> int:
 
 
 def _write(folder: Path, part: Path, copy: Path, progress: Progress) -> None:
-    with SqliteLedger(folder / LEDGER) as ledger:
+    with open_ledger(folder) as ledger:
         ledger.backup(copy)
-    with SqliteLedger(copy) as ledger, ledger.reading() as r:
+    with open_ledger(copy) as ledger, ledger.reading() as r:
         run, used = r.run(), blobs_kept(r)
-    store = FolderStore(folder / BLOBS)
+    store = open_store(folder)
     used.discard(run.corpus if run else Digest(""))  # it lies beside the blobs, if it is served
     for digest in used:
         store.renew(digest)  # young ones are not pruned, though rounds close while we copy

@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 
 from blocktrain.aggregation.combine import Averaging, Next, Part, Standing, combined
+from blocktrain.aggregation.folder import open_store
 from blocktrain.aggregation.pour import pour
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.store import Store
 from blocktrain.bench.memory import POLL, anonymous
 from blocktrain.errors import BlockTrainError
 from blocktrain.terms import Array, Digest
@@ -63,7 +64,7 @@ def measure(
     """
     width = round((parameters / (12 * LAYERS)) ** 0.5)  # a layer has 12 squares of its width
     with tempfile.TemporaryDirectory() as folder:
-        case = prepare(FolderStore(Path(folder)), width, replicas, codec)
+        case = prepare(open_store(Path(folder)), width, replicas, codec)
         command = [sys.executable, "-m", __name__, json.dumps(asdict(case)), folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -88,7 +89,7 @@ def block_of(width: int) -> Shapes:
 # --- before: blobs ------------------------------------------------------------------------------
 
 
-def prepare(store: FolderStore, width: int, replicas: int, codec: str) -> Case:
+def prepare(store: Store, width: int, replicas: int, codec: str) -> Case:
     """Writes what is to be combined."""
     like = block_of(width)
     snapshot, steady, *plain = (put_plain(store, like, seed) for seed in range(2 + replicas))
@@ -98,13 +99,13 @@ def prepare(store: FolderStore, width: int, replicas: int, codec: str) -> Case:
     return Case(width, codec, snapshot, steady, updates, plain)
 
 
-def put_plain(store: FolderStore, like: Shapes, seed: int) -> Digest:
+def put_plain(store: Store, like: Shapes, seed: int) -> Digest:
     """An fp32 blob of random numbers."""
     chunks = (bytes(chunk) for chunk in stream(random_values(like, seed), like))
     return store.put(chunks, limit=largest("fp32", like))
 
 
-def put_encoded(store: FolderStore, like: Shapes, seed: int, codec: str) -> Digest:
+def put_encoded(store: Store, like: Shapes, seed: int, codec: str) -> Digest:
     """The same numbers by a codec."""
     writer = Writer(codec, like)
     for name, value in random_values(like, seed):
@@ -124,7 +125,7 @@ def random_values(like: Shapes, seed: int) -> Iterator[tuple[str, Array]]:
 
 def in_child(case: Case, folder: Path) -> dict[str, Any]:
     """Everything that is measured."""
-    store, like = FolderStore(folder), block_of(case.width)
+    store, like = open_store(folder), block_of(case.width)
     update = 4 * sum(int(np.prod(shape)) for shape in like.values())
 
     def opened(digest: Digest, codec: str = "fp32") -> Body:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blocktrain.aggregation.folder import LEDGER, owners_token
-from blocktrain.aggregation.sqlite import SqliteLedger
+from blocktrain.aggregation.folder import LEDGER, open_ledger, owners_token
 from blocktrain.bench.hosts import Host, Wan, hosts
 from blocktrain.errors import BadRun
 from blocktrain.learning.data import Corpus
@@ -147,7 +146,7 @@ def train(site: Site, trial: Trial, run: Path, say: Callable[[str], None]) -> li
 
 def moved_by_workers(run: Path) -> int:
     """Bytes at the workers' sockets, both directions, as they told when they left."""
-    with SqliteLedger(run / LEDGER) as ledger, ledger.reading() as r:
+    with open_ledger(run) as ledger, ledger.reading() as r:
         return sum(worker.bytes_sent + worker.bytes_received for worker in r.workers())
 
 
