@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from blocktrain.aggregation.combine import Averaging, Kept, Next, Part, Standing, combine, combined
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.aggregation.pour import pour
-from blocktrain.aggregation.store import FolderStore
 from blocktrain.errors import BadTensors, CannotSave
 from blocktrain.terms import Parameters
 from blocktrain.wire.codecs import CODECS

@@ -19,11 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blocktrain.aggregation.store import (
-    CHUNK,
-    FolderStore,
-    Store,
-)
+from blocktrain.aggregation.folder_store import CHUNK, FolderStore
+from blocktrain.aggregation.store import Store
 from blocktrain.errors import BadBlob, BadInput, BlobTooLarge, CannotSave, NoBlob, RefusedBlob
 from blocktrain.terms import Digest
 
@@ -482,7 +479,7 @@ def test_a_folder_that_cannot_be(tmp_path: Path, sentence: Sentence) -> None:
 PUT_FOR_EVER = """
 import os, random, sys
 from pathlib import Path
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.folder_store import FolderStore
 store, luck = FolderStore(Path(sys.argv[1])), random.Random(int(sys.argv[2]))
 while True:
     with store.group() as group:
@@ -518,7 +515,7 @@ def test_kill_9_loses_nothing_that_was_put(folder: Path) -> None:
 KILLED_AT_EVERY_STEP = """
 import hashlib, os, signal, sys
 from pathlib import Path
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.folder_store import FolderStore
 
 folder, say = Path(sys.argv[1]), os.write
 
@@ -572,7 +569,7 @@ def test_killed_at_every_step_of_a_group(folder: Path) -> None:
 FILL = f"""
 import os, resource, sys
 from pathlib import Path
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.errors import CannotSave
 
 folder, disk = Path(sys.argv[1]), sys.argv[2]

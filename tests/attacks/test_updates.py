@@ -13,9 +13,10 @@ from tests.attacks.conftest import HASTY, LONG
 from tests.attacks.siege import Peer, Siege, besieged, sealed, why
 
 from blocktrain.aggregation.folder import BLOBS
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.aggregation.keeper import UNNAMED
 from blocktrain.aggregation.ledger import Transaction, WorkerId, hash_of_token
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.retention import blobs_kept
 from blocktrain.learning.data import Corpus
 from blocktrain.services.begin import Settings, begin
 from blocktrain.services.run import Exchange
@@ -298,7 +299,7 @@ def test_a_blob_that_is_named_late_is_not_pruned_meanwhile(siege: Siege) -> None
     old = time.time() - 2 * UNNAMED
     os.utime(siege.folder / BLOBS / update.blob[0] / update.blob[1] / update.blob, (old, old))
     with keeper.ledger.reading() as r:
-        keep = r.blobs_in_use(keeper.charter.rules.memory + 2)
+        keep = blobs_kept(r)
     assert peer.submit(update).verdict != "refused"
     store.prune(keep, UNNAMED)
     assert store.size(update.blob) is not None

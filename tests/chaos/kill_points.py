@@ -25,7 +25,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from blocktrain.aggregation import store
+from blocktrain.aggregation import folder_store
 from blocktrain.aggregation.events import Combine
 from blocktrain.aggregation.keeper import Keeper
 from blocktrain.aggregation.sqlite_queries import SqliteTransaction
@@ -80,8 +80,8 @@ class Boundaries:
         def combines(_: Keeper, effect: object) -> bool:
             return isinstance(effect, Combine)
 
-        self.behind(store.FolderGroup, "_write", "a blob is written")
-        self.behind(store, "sync_all", "contents or names are synced")
+        self.behind(folder_store.FolderGroup, "_write", "a blob is written")
+        self.behind(folder_store, "sync_all", "contents or names are synced")
         self.behind(Path, "replace", "a blob has its name", names_a_blob)
         self.behind(SqliteTransaction, "_change", "a transaction is committed", commits)
         self.behind(Keeper, "_act", "a round is handed over to be combined", combines)

@@ -19,10 +19,10 @@ from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.aggregation.folder import BLOBS, KEY, LEDGER, TOKEN
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.aggregation.ledger import new_token
 from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.aggregation.state import State
-from blocktrain.aggregation.store import FolderStore
 from blocktrain.errors import NoBlob
 from blocktrain.services import membership
 from blocktrain.services.membership import Visitor
@@ -57,7 +57,9 @@ def quick(**others: Any) -> Rules:
     return Rules(**{**usual, **others})
 
 
-def begin_light(folder: Path, rules: Rules, averaging: Averaging | None = None) -> None:
+def begin_light(
+    folder: Path, rules: Rules, averaging: Averaging | None = None, codec: str = "fp32"
+) -> None:
     """A run of tiny blocks, as `blocktrain init` would make it."""
     folder.mkdir(parents=True)
     load_or_make_key(folder / KEY)
@@ -74,7 +76,7 @@ def begin_light(folder: Path, rules: Rules, averaging: Averaging | None = None) 
         corpus=NOTHING,
         splits=((0, NOTHING),) * 3,
         corpus_served=False,
-        codec="fp32",
+        codec=codec,
         rules=rules,
         averaging=averaging or Averaging(),
         blocks=(SHAPES,) * rules.blocks,

@@ -17,9 +17,9 @@ from blocktrain.aggregation import state as states
 from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.combine import Kept, Part, combine
 from blocktrain.aggregation.folder import BLOBS, KEY, LEDGER
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.aggregation.ledger import Reading, Receipt, Version
 from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.aggregation.store import FolderStore
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, signing, tensors
 from blocktrain.wire.messages import Closed, Signed

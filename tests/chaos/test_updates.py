@@ -17,7 +17,7 @@ from tests.chaos.network import Network, network
 from tests.chaos.settled import Settled, settled
 
 from blocktrain.aggregation.folder import BLOBS
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.errors import BadInput, NoBlob, NotAllowed
 from blocktrain.terms import Digest
 from blocktrain.wire.messages import Assignment, encode

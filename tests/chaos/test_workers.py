@@ -17,7 +17,7 @@ from tests.chaos.real import Crew, begun, same_again
 from tests.chaos.settled import settled
 
 from blocktrain.aggregation.folder import BLOBS, LOCK
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.config import environment
 from blocktrain.disk import lock
 from blocktrain.errors import BadRun

@@ -171,6 +171,25 @@ def test_a_ban(desk: Desk, quiet: Up, tmp_path: Path) -> None:
             link.say("v1/ask", messages.Ask(key.id), messages.Wait)
 
 
+def test_people_read_of_comings_and_goings_in_the_log(
+    desk: Desk, quiet: Up, tmp_path: Path
+) -> None:
+    token = (quiet.folder / "owner.token").read_text().strip()
+    link, key = visit(quiet, tmp_path, token)
+    link.close()
+    for typed in (["pause", quiet.url], ["resume", quiet.url], ["ban", quiet.url, key.id]):
+        desk.told(*typed, "--token", token)
+    who = f"worker {key.id[:12]}"
+    wanted = [f"joined, {who}, name visitor", "paused", "resumed", f"banned, {who}"]
+    log, until = quiet.folder.with_suffix(".log"), time.monotonic() + 10
+    while f"{wanted[-1]}\n" not in log.read_text():  # answers come before the log
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.01)
+    lines = log.read_text().splitlines()
+    for told in wanted:
+        assert any(line.endswith(f" INFO blocktrain.events: {told}") for line in lines), told
+
+
 def test_a_wrong_token_is_exit_code_9(desk: Desk, quiet: Up, tmp_path: Path) -> None:
     wrong = ["--token", "not-the-owners-token"]
     for typed in (
@@ -273,16 +292,41 @@ def test_evaluate_follow_measures_until_the_end(story: Story) -> None:
     assert told == pytest.approx([row["ce_sample"] for row in story.measured], abs=1e-4)
 
 
+def logged(up: Up) -> list[dict[str, Any]]:
+    """The lines of a coordinator's log, which are JSON."""
+    lines = up.folder.with_suffix(".log").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def test_log_json_is_one_object_a_line(story: Story) -> None:
-    lines = story.kept.folder.with_suffix(".log").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = logged(story.kept)
     assert len(rows) >= 2
     for row in rows:
-        assert {*row} - {"trace"} == {"time", "level", "from", "message"}
+        if row["from"] != "blocktrain.events":
+            assert {*row} - {"trace"} == {"time", "level", "from", "message"}
         assert abs(time.time() - row["time"]) < 600
-        assert row["level"] in ("info", "warning")
+        assert row["level"] in ("debug", "info", "warning")
     assert any(story.kept.url in row["message"] for row in rows)
     assert {"blocktrain.commands.coordinator", "uvicorn.error"} <= {row["from"] for row in rows}
+
+
+def test_what_happens_is_logged_with_its_fields(story: Story) -> None:
+    """All that the ledger notes, in its order; nothing twice."""
+    events = [row for row in logged(story.kept) if row["from"] == "blocktrain.events"]
+    assert [row["number"] for row in events] == [*range(1, len(events) + 1)]
+    kinds = {row["event"] for row in events}
+    assert {"joined", "opened", "taken", "closed", "evaluated", "stopping", "ended"} <= kinds
+    (worker,) = story.now.workers
+    taken = [row for row in events if row["event"] == "taken"]
+    assert len(taken) == story.gave["updates"]
+    assert {row["worker"] for row in taken} == {worker.worker}
+    assert {row["block"] for row in taken} == {0, 1}
+    assert {row["level"] for row in taken} == {"debug"}
+    closed = [(row["block"], row["round"]) for row in events if row["event"] == "closed"]
+    assert sorted(closed) == sorted({(row["block"], row["round"]) for row in taken})
+    (first,) = [row for row in events if row["event"] == "closed" and row["round"] == 1][:1]
+    told = f"closed, block {first['block'] + 1}, round 1, updates {first['updates']}"
+    assert (first["message"], first["level"]) == (told, "info")
 
 
 def test_what_was_backed_up_is_restored_and_kept_with_our_own_certificate(

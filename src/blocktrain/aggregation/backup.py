@@ -1,7 +1,7 @@
 """A run's folder as one file, taken while its coordinator runs, and back.
 
-The ledger is copied first, as it is at one moment; then the blobs that this copy names. Keys and
-the owner's token are in it: keep the file as safe as the folder.
+The ledger is copied first, as it is at one moment; then the blobs that a coordinator keeps at that
+moment. Keys and the owner's token are in it: keep the file as safe as the folder.
 """
 
 import io
@@ -10,9 +10,8 @@ import secrets
 import tarfile
 from pathlib import Path
 
-from blocktrain.aggregation.folder import BLOBS, CORPUS, LEDGER, LOCK
-from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.folder import BLOBS, CORPUS, LEDGER, LOCK, open_ledger, open_store
+from blocktrain.aggregation.retention import blobs_kept
 from blocktrain.disk import errors_are_clear, sync
 from blocktrain.errors import BadInput, BadRun, NoBlob
 from blocktrain.terms import Digest, Progress, silent
@@ -45,13 +44,14 @@ def back_up(folder: Path, file: Path, progress: Progress = silent) -> int:
 
 
 def _write(folder: Path, part: Path, copy: Path, progress: Progress) -> None:
-    with SqliteLedger(folder / LEDGER) as ledger:
+    with open_ledger(folder) as ledger:
         ledger.backup(copy)
-    with SqliteLedger(copy) as ledger, ledger.reading() as r:
-        run = r.run()
-        used = r.blobs_in_use(rounds=8)
-    store = FolderStore(folder / BLOBS)
+    with open_ledger(copy) as ledger, ledger.reading() as r:
+        run, used = r.run(), blobs_kept(r)
+    store = open_store(folder)
     used.discard(run.corpus if run else Digest(""))  # it lies beside the blobs, if it is served
+    for digest in used:
+        store.renew(digest)  # young ones are not pruned, though rounds close while we copy
     with tarfile.open(part, "w") as tar:
         os.chmod(part, 0o600)
         tar.add(copy, LEDGER)

@@ -6,9 +6,8 @@ from pathlib import Path
 from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation import rounds, state
 from blocktrain.aggregation.charter import Charter
-from blocktrain.aggregation.folder import LEDGER
+from blocktrain.aggregation.folder import LEDGER, open_ledger
 from blocktrain.aggregation.ledger import RunRecord, Version
-from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.aggregation.state import Version as FirstVersion
 
 
@@ -19,7 +18,7 @@ def write_first(folder: Path, charter: Charter, token: str) -> None:
     part.unlink(missing_ok=True)
     versions = [FirstVersion(0, digest, digest) for digest in charter.first]
     beginning, _ = rounds.begin(charter.rules, versions, time.monotonic())
-    with SqliteLedger(part, create=True) as ledger:
+    with open_ledger(part, create=True) as ledger:
         with ledger.transaction() as t:
             t.begin_run(RunRecord(charters.encode(charter), charter.corpus, now))
             t.issue_token(token, "owner", "owner", now)

@@ -6,15 +6,21 @@ DIR/coordinator.key   signs receipts
 DIR/owner.token       for the owner's eyes only
 DIR/corpus/           the text, if the coordinator serves it
 DIR/lock              held by the one coordinator that keeps the run
+
+Only here is it known that a ledger is a SQLite file and a store a folder.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from blocktrain.aggregation import charter as charters
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.aggregation.keeper import Keeper
+from blocktrain.aggregation.ledger import Ledger
 from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.store import Store
 from blocktrain.disk import lock
 from blocktrain.errors import BadRun
 from blocktrain.wire.signing import load_key
@@ -22,6 +28,18 @@ from blocktrain.wire.signing import load_key
 LEDGER, BLOBS, KEY, TOKEN, CORPUS, LOCK = (
     "ledger.sqlite", "blobs", "coordinator.key", "owner.token", "corpus", "lock",
 )  # fmt: skip
+
+
+@contextmanager
+def open_ledger(path: Path, create: bool = False) -> Iterator[Ledger]:
+    """The ledger of a run's folder, or one that lies elsewhere: a copy, or a new one."""
+    with SqliteLedger(path / LEDGER if path.is_dir() else path, create) as ledger:
+        yield ledger
+
+
+def open_store(folder: Path) -> Store:
+    """The blobs of a run's folder."""
+    return FolderStore(folder / BLOBS)
 
 
 class RunFolder:
@@ -33,7 +51,7 @@ class RunFolder:
         self.folder, self.corpus = folder, folder / CORPUS
         why = f"Another coordinator keeps the run in {folder}; stop it first."
         self.lock = lock(folder / LOCK, why)
-        self.ledger = SqliteLedger(folder / LEDGER)
+        self.ledger: Ledger = SqliteLedger(folder / LEDGER)
         with self.ledger.reading() as r:
             record = r.run()
         if record is None:
@@ -49,7 +67,7 @@ class RunFolder:
 
     def keeper(self) -> Keeper:
         """The one who keeps it."""
-        return Keeper(self.ledger, FolderStore(self.folder / BLOBS), load_key(self.folder / KEY))
+        return Keeper(self.ledger, open_store(self.folder), load_key(self.folder / KEY))
 
 
 def owners_token(folder: Path) -> str:

@@ -49,8 +49,10 @@ from blocktrain.aggregation.inspection import Inspector
 from blocktrain.aggregation.ledger import Ledger, Transaction, WorkerId
 from blocktrain.aggregation.notes import note_effects, note_traffic
 from blocktrain.aggregation.receipts import give_receipt, name_of
+from blocktrain.aggregation.retention import blobs_kept
 from blocktrain.aggregation.state import State
 from blocktrain.aggregation.store import Store
+from blocktrain.aggregation.telling import Teller
 from blocktrain.aggregation.versions import Maker
 from blocktrain.aggregation.words import spoken
 from blocktrain.errors import BadRun, BlockTrainError
@@ -90,6 +92,7 @@ class Keeper:
         self.charter_bytes, self.created = run.config, run.created
         self.inspector = Inspector(ledger, store, self.charter)
         self.maker = Maker(ledger, store, self.charter, self.run, key)
+        self.teller = Teller(ledger)
         self.state = state.rebase(state.decode(kept), time.monotonic())
         self.changed: Callable[[bool], None] = lambda work: None
         """Told after every turn; `work` says that those who wait for work should ask again."""
@@ -265,6 +268,10 @@ class Keeper:
         for effect in said:
             self._act(effect)
         self.changed(any(isinstance(effect, Opened | Freed | Ended) for effect in said))
+        try:
+            self.teller.tell()
+        except Exception as error:  # a log is not worth a run
+            log.error("cannot tell what happened: %s", error)
         return True
 
     def _act(self, effect: Effect) -> None:
@@ -303,7 +310,7 @@ class Keeper:
         if time.monotonic() - self.pruned > PRUNE_EVERY:
             self.pruned = time.monotonic()
             with self.ledger.reading() as r:
-                keep = r.blobs_in_use(self.charter.rules.memory + 2)
+                keep = blobs_kept(r)
             self.store.prune(keep, UNNAMED)
 
 

@@ -24,12 +24,15 @@ def give_receipt(
     """Writes down what became of the update; returns it as signed with the coordinator's key."""
     name = name_of(signed)
     reason: Reason = ""
+    kind: dict[str, str] = {}
     match verdict:
         case str():
             word, round, factor, why = "refused", 0, 0.0, str(verdict)  # only that can be written
             reason = verdict.reason if isinstance(verdict, Objection) else "round"
+            kind = {"reason": reason}
         case Refused(sentence=why):
             word, round, factor, reason = "refused", 0, 0.0, "round"
+            kind = {"reason": str(verdict.reason)}  # in more detail than programs are told
         case Salvaged(round=round, factor=factor):
             word, why = "salvaged", f"It came late and counts for round {round} by {factor}."
         case _:
@@ -53,5 +56,5 @@ def give_receipt(
         )
     )
     detail = {"block": update.block, "round": update.round, "slot": update.slot}
-    t.note(word, {**detail, "worker": update.worker, "why": why}, time.time())
+    t.note(word, {**detail, "worker": update.worker, **kind, "why": why}, time.time())
     return body

@@ -33,8 +33,9 @@ from typing import Any
 import numpy as np
 
 from blocktrain.aggregation.combine import Averaging, Next, Part, Standing, combined
+from blocktrain.aggregation.folder import open_store
 from blocktrain.aggregation.pour import pour
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.store import Store
 from blocktrain.bench.memory import POLL, anonymous
 from blocktrain.errors import BadInput, BlockTrainError
 from blocktrain.terms import Array, Digest
@@ -69,7 +70,7 @@ def measure(
         raise BadInput(f"There is no codec '{beside}'; choose one of {', '.join(CODECS)}.")
     width = round((parameters / (12 * LAYERS)) ** 0.5)  # a layer has 12 squares of its width
     with tempfile.TemporaryDirectory() as folder:
-        store = FolderStore(Path(folder))
+        store = open_store(Path(folder))
         cases = [prepare(store, width, replicas)]
         if beside != cases[0].codec:
             cases.append(encoded(store, cases[0], beside))
@@ -103,27 +104,27 @@ def block_of(width: int) -> Shapes:
 # --- before: blobs ------------------------------------------------------------------------------
 
 
-def prepare(store: FolderStore, width: int, replicas: int) -> Case:
+def prepare(store: Store, width: int, replicas: int) -> Case:
     """Writes what is to be combined, in fp32."""
     like = block_of(width)
     snapshot, steady, *plain = (put_plain(store, like, seed) for seed in range(2 + replicas))
     return Case(width, "fp32", snapshot, steady, plain, plain)
 
 
-def encoded(store: FolderStore, plain: Case, codec: str) -> Case:
+def encoded(store: Store, plain: Case, codec: str) -> Case:
     """The same case with its updates by a codec."""
     like, seeds = block_of(plain.width), range(2, 2 + len(plain.plain))
     updates = [put_encoded(store, like, seed, codec) for seed in seeds]
     return replace(plain, codec=codec, updates=updates)
 
 
-def put_plain(store: FolderStore, like: Shapes, seed: int) -> Digest:
+def put_plain(store: Store, like: Shapes, seed: int) -> Digest:
     """An fp32 blob of random numbers."""
     chunks = (bytes(chunk) for chunk in stream(random_values(like, seed), like))
     return store.put(chunks, limit=largest("fp32", like))
 
 
-def put_encoded(store: FolderStore, like: Shapes, seed: int, codec: str) -> Digest:
+def put_encoded(store: Store, like: Shapes, seed: int, codec: str) -> Digest:
     """The same numbers by a codec."""
     writer = Writer(codec, like)
     for name, value in random_values(like, seed):
@@ -143,7 +144,7 @@ def random_values(like: Shapes, seed: int) -> Iterator[tuple[str, Array]]:
 
 def in_child(case: Case, folder: Path) -> dict[str, Any]:
     """Everything that is measured."""
-    store, like = FolderStore(folder), block_of(case.width)
+    store, like = open_store(folder), block_of(case.width)
     update = 4 * sum(int(np.prod(shape)) for shape in like.values())
 
     def opened(digest: Digest, codec: str = "fp32") -> Body:

@@ -36,9 +36,8 @@ from blocktrain.aggregation.beginning import write_first
 from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.aggregation.deadlines import Rules
-from blocktrain.aggregation.folder import BLOBS, KEY, TOKEN, owners_token
+from blocktrain.aggregation.folder import KEY, TOKEN, open_store, owners_token
 from blocktrain.aggregation.ledger import new_token
-from blocktrain.aggregation.store import FolderStore
 from blocktrain.bench.light import (
     BYTES_PER_STEP,
     NOTHING,
@@ -130,7 +129,7 @@ def begin(folder: Path, load: Load) -> None:
     token = new_token()
     write_atomically(folder / TOKEN, token.encode(), mode=0o600)
     body = tensors.encode(random_values(load.shapes, 1.0), "fp32")
-    first = FolderStore(folder / BLOBS).put([body], limit=len(body))
+    first = open_store(folder).put([body], limit=len(body))
     charter = Charter(
         name="bench",
         data="none",

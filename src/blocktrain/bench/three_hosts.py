@@ -24,9 +24,8 @@ from typing import Any
 
 from blocktrain import config
 from blocktrain.aggregation import charter as charters
-from blocktrain.aggregation.folder import LEDGER, owners_token
+from blocktrain.aggregation.folder import LEDGER, open_ledger, owners_token
 from blocktrain.aggregation.ledger import Ledger
-from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.bench.hosts import Host, Wan, hosts
 from blocktrain.disk import write_atomically
 from blocktrain.errors import BadRun
@@ -108,7 +107,7 @@ def measure(
     if not (run / LEDGER).exists():
         begin(run, trial.settings, corpus)
     began = time.monotonic()
-    with hosts(HOSTS, trial.wan) as made, SqliteLedger(run / LEDGER) as ledger:
+    with hosts(HOSTS, trial.wan) as made, open_ledger(run) as ledger:
         restarts = train(Site(made, folder), trial, ledger, say)
         history, moved = noted(ledger, folder), moved_by_workers(ledger)
     seconds = time.monotonic() - began
@@ -142,7 +141,7 @@ def untrained(settings: Run) -> Model:
 # --- the trial ------------------------------------------------------------------------------------
 
 
-def train(site: Site, trial: Trial, ledger: SqliteLedger, say: Callable[[str], None]) -> int:
+def train(site: Site, trial: Trial, ledger: Ledger, say: Callable[[str], None]) -> int:
     """Starts everything and looks after it until the owner's measurements end with the run.
 
     Returns how often somebody had to be started again.

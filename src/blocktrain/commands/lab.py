@@ -10,8 +10,7 @@ from cyclopts import Parameter
 
 from blocktrain import config
 from blocktrain.aggregation.combine import Averaging
-from blocktrain.aggregation.folder import LEDGER
-from blocktrain.aggregation.sqlite import SqliteLedger
+from blocktrain.aggregation.folder import open_ledger
 from blocktrain.console import PLAIN, Out, Output, bar, bars, print_json
 from blocktrain.errors import Different
 from blocktrain.learning import device
@@ -124,8 +123,7 @@ def lab(
 
 def repeat(path: Path, corpus: Corpus, out: Path, count: int, output: Output) -> None:
     """Does a network's work again; the exit code tells whether every digest came out the same."""
-    ledger = path / LEDGER if path.is_dir() else path
-    with bar("rounds") as progress, device.threads(count), SqliteLedger(ledger) as opened:
+    with bar("rounds") as progress, device.threads(count), open_ledger(path) as opened:
         found = do_again(opened, corpus, out / "replay", progress)
     output.result({**asdict(found), "same": not found.different}, "Done again")
     if found.different:

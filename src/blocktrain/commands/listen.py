@@ -105,6 +105,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "from": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
@@ -117,4 +118,6 @@ def log_as(how: str) -> None:
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if how == "json" else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    # Machines get every event; people would have two lines for every update.
+    logging.getLogger("blocktrain.events").setLevel("DEBUG" if how == "json" else "INFO")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request of ours

@@ -15,9 +15,8 @@ import msgspec
 from blocktrain.aggregation.beginning import write_first
 from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.deadlines import Rules
-from blocktrain.aggregation.folder import BLOBS, CORPUS, KEY, LEDGER, TOKEN
+from blocktrain.aggregation.folder import CORPUS, KEY, LEDGER, TOKEN, open_store
 from blocktrain.aggregation.ledger import new_token
-from blocktrain.aggregation.store import FolderStore
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadRun
 from blocktrain.learning.data import SPLITS, Corpus, split_digests
@@ -90,7 +89,7 @@ def begin(folder: Path, settings: Settings, corpus: Corpus) -> str:
             for name in SPLITS:
                 write_atomically(folder / CORPUS / name, corpus.split(name).tobytes())
         write_atomically(folder / TOKEN, token.encode() + b"\n", mode=0o600)
-    store = FolderStore(folder / BLOBS)
+    store = open_store(folder)
     blocks, first = [], []
     for index in range(run.shape.blocks):
         values = parameters_of(new_block(run.shape, index, run.pace.seed))

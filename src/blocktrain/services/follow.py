@@ -11,9 +11,7 @@ import msgspec
 
 from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation.charter import Charter
-from blocktrain.aggregation.folder import BLOBS, LEDGER
-from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.aggregation.store import FolderStore
+from blocktrain.aggregation.folder import open_ledger, open_store
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadRun, NoBlob
 from blocktrain.learning.data import Corpus
@@ -35,8 +33,8 @@ ATTEMPTS = 5  # a block may be pruned while it is fetched, if rounds are quick a
 
 def from_folder(folder: Path) -> tuple[Run, Model]:
     """The model in a coordinator's folder, without its coordinator."""
-    store = FolderStore(folder / BLOBS)
-    with SqliteLedger(folder / LEDGER) as ledger, ledger.reading() as r:
+    store = open_store(folder)
+    with open_ledger(folder) as ledger, ledger.reading() as r:
         record = r.run()
         if record is None:
             raise BadRun(f"The run in {folder} was never finished; make it again.")
