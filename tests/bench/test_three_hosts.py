@@ -11,9 +11,9 @@ import pytest
 
 from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation.folder import BLOBS, LEDGER, owners_token
+from blocktrain.aggregation.folder_store import FolderStore
 from blocktrain.aggregation.ledger import Evaluation, WorkerId, hash_of_token
 from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.aggregation.store import FolderStore
 from blocktrain.bench import three_hosts as bench
 from blocktrain.bench.hosts import Host
 from blocktrain.commands.hosts import Between
