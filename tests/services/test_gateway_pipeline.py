@@ -82,14 +82,16 @@ def test_the_report_tells_a_far_stage_from_near_ones(tmp_path: Path, slow: int) 
             far(stages[2], delays[2]) as third,
             network.pipeline([*addresses(stages[:1]), second, third]) as source,
         ):
+            # Before the first text the pipeline feels along the route, which opens its links.
+            await until(lambda: sum(len(stage.onward_ms) for stage in source.report()) == 2)
             asked = wanted("neighbours", "ar", max_tokens=8)
             events = await told(Teller(source, Line(Limits())), asked)
             assert isinstance(events[-1], Ended)
             report = events[-1].report
             hops, ids = report["hops"], [stage.id for stage in stages]
             for hop, one_way in zip(hops, truth, strict=True):
-                assert 1000 * one_way - 1 < hop["line_ms"] < 1000 * one_way + 12, hops
-                assert 2000 * one_way <= hop["rtt_ms"] < 2000 * one_way + 12, hops
+                assert 1000 * one_way - 1 < hop["line_ms"] < 1000 * one_way + 20, hops
+                assert 2000 * one_way <= hop["rtt_ms"] < 2000 * one_way + 20, hops
             link = report["slowest_link"]
             assert link["stage"] in ([ids[1]] if slow == 1 else [ids[2], None])
             assert link["ms"] == max(hop["line_ms"] for hop in hops)
@@ -101,11 +103,9 @@ def test_the_report_tells_a_far_stage_from_near_ones(tmp_path: Path, slow: int) 
                 assert hop["bytes"] > 4 * SHAPE.width * rows
             # Whoever asks for the route sees the same, and plans with it.
             seen = {stage.stage: stage.onward_ms for stage in source.report()}
-            assert seen == {
-                ids[0]: {ids[1]: hops[1]["rtt_ms"]},
-                ids[1]: {ids[2]: hops[2]["rtt_ms"]},
-                ids[2]: {},
-            }
+            assert seen[ids[0]] == pytest.approx({ids[1]: hops[1]["rtt_ms"]}, abs=20)
+            assert seen[ids[1]] == pytest.approx({ids[2]: hops[2]["rtt_ms"]}, abs=20)
+            assert seen[ids[2]] == {}
 
     run(test)
 
