@@ -20,8 +20,9 @@ from blocktrain.aggregation import charter, keeper, status
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.commands.listen import KEEP_ALIVE
+from blocktrain.services.belonging import FOLLOW_EVERY
 from blocktrain.services.coordinator import answers, door, watching, working
-from blocktrain.services.coordinator.serving import LIFE
+from blocktrain.services.coordinator.serving import DOUBT, LIFE
 from blocktrain.wire import (
     codecs,
     messages,
@@ -39,7 +40,7 @@ SECTIONS = dict(re.findall(r"^#### (\S+)\n(.*?)(?=^##|\Z)", WIRE, re.M | re.S))
 
 STRUCTS = [
     *(serving.Announce, serving.Heard, serving.Stages, serving.Holding, serving.Place),
-    serving.Publish,
+    *(serving.Banned, serving.Publish),
 ] + [
     kind
     for room in (messages, owner)
@@ -85,6 +86,7 @@ def test_every_limit_and_code_is_the_one_that_holds() -> None:
         door.HEAD_AT_MOST,
         charter.MOST_BLOCKS,
         registry.MAX_KNOWN,
+        serving.MAX_BANNED,
     ):
         assert f"{number:,}" in WIRE
     for sentence in (
@@ -102,6 +104,8 @@ def test_every_limit_and_code_is_the_one_that_holds() -> None:
         f"and {registry.MAX_OF_ONE} of one token, each for {registry.LEASE:.0f} seconds after",
         f"after {registry.LEASE:.0f} seconds of silence",
         f"for {LIFE.days} days. Ours get another one when half",
+        f"in the last {(LIFE + DOUBT).days} days",
+        f"ask for that every {FOLLOW_EVERY:.0f} seconds",
     ):
         assert sentence in WIRE, sentence
     for sentence in (f"{keeper.UNNAMED:.0f} seconds", f"{keeper.PRUNE_EVERY:.0f} seconds"):

@@ -27,6 +27,7 @@ FOR_WORKERS = {
     "/v1/updates",
     "/v1/versions/{block}/{after}",
     "/v1/certificate",
+    "/v1/banned",
 }
 FOR_MEMBERS = {
     "/v1/blobs/{digest}",
@@ -71,7 +72,7 @@ def test_every_route_is_of_a_kind(siege: Siege) -> None:
 
 def test_nothing_but_the_public_opens_without_a_token(siege: Siege) -> None:
     closed = doors(siege, *FOR_WORKERS, *FOR_MEMBERS, *FOR_OWNERS, JOIN, SERVED)
-    assert len(closed) == 22
+    assert len(closed) == 23
     for method, path in closed:
         refuse(siege.client(), method, path, "Show a token")
         refuse(siege.client("a-guessed-token"), method, path, "")

@@ -162,6 +162,49 @@ def addresses(stages: Sequence[Stage]) -> list[str]:
     return [f"127.0.0.1:{stage.port}" for stage in stages]
 
 
+@asynccontextmanager
+async def far(stage: Stage, delay: float) -> AsyncIterator[str]:
+    """A stage's address from which everything, either way, comes so many seconds later."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[float, bytes]]()
+
+        async def read() -> None:
+            data = b"-"
+            while data:
+                with suppress(ConnectionError):
+                    data = await reader.read(65536)
+                queue.put_nowait((loop.time() + delay, data))
+
+        reading = asyncio.create_task(read())
+        try:
+            while True:
+                due, data = await queue.get()
+                await asyncio.sleep(due - loop.time())
+                if not data:
+                    break
+                writer.write(data)
+        finally:
+            reading.cancel()
+            writer.close()
+
+    def passes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def both() -> None:
+            there = await asyncio.open_connection("127.0.0.1", stage.port)
+            await asyncio.gather(carry(reader, there[1]), carry(there[0], writer))
+
+        tasks.add(asyncio.create_task(both()))
+
+    async with await asyncio.start_server(passes, "127.0.0.1", 0) as server:
+        try:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class Process:
     """A stage in a process of its own."""
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from blocktrain.inference.measures import SMALL_BODY, Speed, Ways
+from blocktrain.inference.measures import SMALL_BODY, Speed, Ways, trips_ms
 from blocktrain.wire.serving import Hop
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 
 
-def hop(stage: str, received: int = 500) -> Hop:
-    return Hop(stage, 1.0, 0.0, received)
+def hop(stage: str, received: int = 500, onward: float | None = None) -> Hop:
+    return Hop(stage, 1.0, 0.0, received, onward)
 
 
 def test_small_steps_have_one_time_and_large_ones_a_time_per_row() -> None:
@@ -58,6 +58,31 @@ def test_trips_and_rates_are_learned_from_what_is_left_of_traversals() -> None:
     assert ways.way(A, B).rate == pytest.approx(5e6, rel=0.05)
     assert ways.hope(A, B, (0.0, 0.0)) == pytest.approx(0.040, rel=0.01)
     assert ways.forecast(A, B, (0.0, 0.0), 5_000_000) == pytest.approx(1.04, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("onward", "between", "expected"),
+    [
+        ((10, 200), 105, [5, 100]),
+        ((10, 200), 112, [6, 106]),  # what is left goes by bytes, of which C got six times as many
+        ((10, 200), 52.5, [2.5, 50]),  # quicker than any ping
+        ((10, 200), -1, [0, 0]),
+        ((None, 200), 140, [40, 100]),  # the one that was not measured gets the rest
+        ((None, None), 140, [70, 70]),
+        ((0, 0), 0, [0, 0]),
+    ],
+)
+def test_what_is_left_of_a_traversal_is_shared_out_by_measured_lines(
+    onward: tuple[float | None, float | None], between: float, expected: list[float]
+) -> None:
+    hops = [hop(A, 300, onward[0]), hop(B, 100, onward[1]), hop(C, 600)]
+    assert trips_ms(hops, between) == pytest.approx(expected)
+    ways = Ways()
+    for _ in range(2):  # of which the first opens a link
+        ways.see(hops, between / 1000)
+    latencies = [ways.way(A, B).latency, ways.way(B, C).latency]
+    assert latencies == pytest.approx([each / 1000 for each in expected])
+    assert ways.onward(A) == ({} if onward[0] is None else {B: onward[0]})
 
 
 def test_a_single_stage_has_no_trips_and_a_gone_stage_no_past() -> None:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -208,7 +209,7 @@ def test_of_replicas_the_nearer_is_taken() -> None:
 
 
 def test_a_route_as_a_gateway_tells_it(tmp_path: Path) -> None:
-    route = {
+    route: dict[str, Any] = {
         "model": "small",
         "stages": [
             {"stage": "a" * 64, "first": 0, "last": 1, "rtt_ms": 10.0, "step_ms": 3.2, "room": 5},
@@ -220,6 +221,10 @@ def test_a_route_as_a_gateway_tells_it(tmp_path: Path) -> None:
     assert [line.rtt for line in found.lines] == pytest.approx([0.01, 0.03, 0.03])
     assert [seat.speed.step for seat in found.seats] == pytest.approx([0.0032, 0.003])
     assert found.lines[0].name == f"gateway -> {'a' * 12}"
+    route["stages"][0]["onward_ms"] = {"b" * 64: 70.0}  # as the first stage has measured it
+    (tmp_path / "route.json").write_text(json.dumps(route))
+    found = layout.way(layout.read(tmp_path / "route.json"), 4, lambda *_: OURS)
+    assert [line.rtt for line in found.lines] == pytest.approx([0.01, 0.07, 0.03])
 
 
 @pytest.mark.parametrize(

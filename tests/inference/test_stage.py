@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.inference.network import (
     CUTS,
     SECRET,
@@ -22,6 +23,7 @@ from tests.inference.network import (
 from blocktrain.errors import Unreachable
 from blocktrain.inference.links import new_name
 from blocktrain.inference.stage import Limits, Stage
+from blocktrain.learning.model import START
 from blocktrain.terms import Array
 from blocktrain.wire import activations
 from blocktrain.wire.frame import Head
@@ -501,5 +503,58 @@ def test_a_port_in_use_is_a_clear_error(
                 async with network.stage(network.span(0, 2), port=stage.port):
                     pass
             assert str(stage.port) in sentence(error.value)
+
+    run(test)
+
+
+def test_a_banned_guest_is_put_out_with_all_of_its_links(network: Network) -> None:
+    """Also with one that it greeted over again under the same name; others stay."""
+
+    async def test() -> None:
+        async with (
+            network.serving((0, 2)) as (stage,),
+            network.guest(stage) as good,
+            network.guest(stage) as bad,
+        ):
+            await bad.visit(stage.port, stage.id)
+            assert isinstance(await bad.hear(), Welcome)
+            stage.ban([bad.id])
+            for link in bad.links:
+                async with asyncio.timeout(5):
+                    head = await link.hear()
+                    assert head
+                    assert isinstance(head.said, Refusal)
+                    assert "banned" in head.said.words
+                    assert await link.hear() is None
+            await until(lambda: stage.report().links == 1)
+            good.say(Ping(1))
+            assert isinstance(await good.hear(), Pong)
+            await bad.visit(stage.port, stage.id)
+            assert isinstance(await bad.hear(), Refusal)
+            stage.ban([])  # the owner gave it another token
+            await bad.visit(stage.port, stage.id)
+            assert isinstance(await bad.hear(), Welcome)
+
+    run(test)
+
+
+def test_a_stage_leaves_a_banned_next_one(network: Network) -> None:
+    """A text that went there is troubled at once, and so is whoever asks for that way again."""
+
+    async def test() -> None:
+        async with network.serving((0, 0), (1, 2)) as (first, last), network.guest(first) as guest:
+            await guest.visit(last.port, last.id)  # for the answers
+            assert isinstance(await guest.hear(), Welcome)
+            asked = step(guest.name, [START], route=[place_of(last)])
+            guest.links[0].say(asked)
+            assert isinstance(await guest.hear(), Answer)
+            first.ban([last.id])
+            guest.links.reverse()
+            for _ in range(2):
+                trouble = await guest.hear()
+                assert isinstance(trouble, Trouble)
+                assert (trouble.reason, trouble.stage) == ("unreachable", last.id)
+                guest.say(replace(asked, number=2))
+            assert "banned" in trouble.words
 
     run(test)

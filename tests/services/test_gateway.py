@@ -89,6 +89,7 @@ def test_the_answer_says_what_it_took(locked: tuple[Served, str]) -> None:
     assert all(hop["traversals"] == 24 for hop in report["hops"])
     assert all(hop["computed_ms"] > 0 for hop in report["hops"][:3])
     assert report["slowest"]["what"] in ("stage", "line")
+    assert report["slowest_link"]["ms"] == max(hop["line_ms"] for hop in report["hops"])
     assert 0 < report["first_byte_s"] < report["seconds"]
     exact = served.client(key).completions.create(**sampled()).model_extra
     assert exact

@@ -13,21 +13,23 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.inference.network import CUTS, Network, Process, Processes, addresses, run, until
+from tests.inference.network import CUTS, Network, Process, Processes, addresses, far, run, until
 from tests.services.gateways import DENOISE, NAME, SHAPE, bytes_of, sampled, serving
 from tests.services.gateways import until as until_true
 
 from blocktrain.inference import pipeline as pipelines
 from blocktrain.inference import reach
 from blocktrain.inference.pipeline import Pipeline
+from blocktrain.inference.session import Said
 from blocktrain.services.announcing import Voice
 from blocktrain.services.gateway.app import House
 from blocktrain.services.gateway.fair import Limits, Line
+from blocktrain.services.gateway.legs import Way, legs_of
 from blocktrain.services.gateway.openai import Mode, Offer, Wanted, parse
 from blocktrain.services.gateway.telling import Begun, Ended, Event, Glimpse, Piece, Teller
 from blocktrain.wire import messages, signing
 from blocktrain.wire.registry import Registry
-from blocktrain.wire.serving import Announce, Heard, Holding, Place
+from blocktrain.wire.serving import Announce, Heard, Holding, Hop, Place
 
 
 def wanted(objective: Any, mode: Mode, **more: Any) -> Wanted:
@@ -63,6 +65,59 @@ def test_every_mode_over_stages_says_what_one_process_says(tmp_path: Path) -> No
             await until(lambda: all(stage.report().sessions == 0 for stage in stages))
 
     run(test)
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_the_report_tells_a_far_stage_from_near_ones(tmp_path: Path, slow: int) -> None:
+    """100 ms and 10 ms there and back, to the second stage and to the third or the other way."""
+    network = Network(tmp_path / "network", SHAPE)
+    delays = [0.0, 0.005, 0.005]
+    delays[slow] = 0.05
+    truth = [0.0, delays[1], delays[2], delays[2]]  # the last one also answers from afar
+
+    async def test() -> None:
+        async with (
+            network.serving(*CUTS) as stages,
+            far(stages[1], delays[1]) as second,
+            far(stages[2], delays[2]) as third,
+            network.pipeline([*addresses(stages[:1]), second, third]) as source,
+        ):
+            # Before the first text the pipeline feels along the route, which opens its links.
+            await until(lambda: sum(len(stage.onward_ms) for stage in source.report()) == 2)
+            asked = wanted("neighbours", "ar", max_tokens=8)
+            events = await told(Teller(source, Line(Limits())), asked)
+            assert isinstance(events[-1], Ended)
+            report = events[-1].report
+            hops, ids = report["hops"], [stage.id for stage in stages]
+            for hop, one_way in zip(hops, truth, strict=True):
+                assert 1000 * one_way - 1 < hop["line_ms"] < 1000 * one_way + 20, hops
+                assert 2000 * one_way <= hop["rtt_ms"] < 2000 * one_way + 20, hops
+            link = report["slowest_link"]
+            assert link["stage"] in ([ids[1]] if slow == 1 else [ids[2], None])
+            assert link["ms"] == max(hop["line_ms"] for hop in hops)
+            assert report["slowest"]["what"] == "line"
+            # Bytes: a row of 16 numbers for each position, and all of it is on the wire.
+            assert sum(hop["bytes"] for hop in hops) == report["wire_bytes"]
+            rows = len("The river") + 1 + 7
+            for hop in hops[1:3]:
+                assert hop["bytes"] > 4 * SHAPE.width * rows
+            # Whoever asks for the route sees the same, and plans with it.
+            seen = {stage.stage: stage.onward_ms for stage in source.report()}
+            assert seen[ids[0]] == pytest.approx({ids[1]: hops[1]["rtt_ms"]}, abs=20)
+            assert seen[ids[1]] == pytest.approx({ids[2]: hops[2]["rtt_ms"]}, abs=20)
+            assert seen[ids[2]] == {}
+
+    run(test)
+
+
+def test_the_slowest_link_is_told_though_a_stage_is_slower() -> None:
+    hops = [Hop("a" * 64, 500.0, 0.0, 10, 6.0), Hop("b" * 64, 2.0, 0.0, 30)]
+    way = Way()
+    way.add(legs_of(Said([], [], [], hops=hops, seconds=0.506, sent=50), []))
+    assert way.slowest() == {"what": "stage", "stage": "a" * 64, "ms": 500.0}
+    assert way.slowest_link() == {"stage": "b" * 64, "ms": pytest.approx(4.0), "rtt_ms": 6.0}
+    assert [leg["bytes"] for leg in way.told()] == [10, 30, 10]
+    assert Way().slowest_link() is None
 
 
 def test_a_text_given_up_is_forgotten_by_every_stage(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from blocktrain.learning.files import load_block, read_manifest
 from blocktrain.learning.local import parameters_of
 from blocktrain.services.announcing import Voice
 from blocktrain.services.begin import Settings, begin
+from blocktrain.services.coordinator import serving
 from blocktrain.services.coordinator.serving import LIFE
 from blocktrain.services.follow import Follower, fetch_blocks
 from blocktrain.services.membership import Membership, become_member
@@ -216,6 +217,26 @@ def test_a_stage_whose_owner_is_sent_away_is_gone(
         token = link.ask("v1/tokens", owner.Tokens).tokens[1]
         link.say("v1/tokens/revoke", owner.Revoke(token.hash), messages.Done)
     assert [each.place.stage for each in bob.stages()] == [bob.id]
+
+
+@pytest.mark.parametrize("gone", ["banned", "revoked"])
+def test_members_learn_who_is_one_no_more(
+    coordinate: Coordinate, tmp_path: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = coordinate()
+    ann, bob = (member(place, tmp_path / name) for name in ("ann", "bob"))
+    assert bob.banned() == []
+    link = place.link()
+    if gone == "banned":
+        link.say("v1/ban", owner.Ban(ann.id), messages.Done)
+    else:
+        token = link.ask("v1/tokens", owner.Tokens).tokens[1]
+        link.say("v1/tokens/revoke", owner.Revoke(token.hash), messages.Done)
+    assert bob.banned() == [ann.id]
+    with pytest.raises(NotAllowed):
+        ann.banned()
+    monkeypatch.setattr(serving, "DOUBT", -LIFE)  # as if all that were long ago
+    assert bob.banned() == []
 
 
 def test_nobody_announces_for_another(coordinate: Coordinate, tmp_path: Path) -> None:

@@ -5,24 +5,29 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.inference.network import until
 
 from blocktrain.commands.gateway import upkeep_of
 from blocktrain.commands.owner import As
 from blocktrain.commands.stage import Where, keep, publish
 from blocktrain.console import Output
 from blocktrain.errors import NotAllowed
+from blocktrain.inference import reach
 from blocktrain.inference.pipeline import Pipeline
 from blocktrain.inference.session import Asked
 from blocktrain.inference.span import Span
+from blocktrain.inference.stage import Stage
 from blocktrain.learning.files import read_manifest
 from blocktrain.services import belonging
 from blocktrain.services.announcing import beside
-from blocktrain.services.belonging import Belonging, Pass, belong
+from blocktrain.services.belonging import Belonging, Pass, belong, watch_banned
 from blocktrain.services.coordinator import served
-from blocktrain.wire.owner import Checkpoint
+from blocktrain.wire.messages import Done
+from blocktrain.wire.owner import Ban, Checkpoint
 from blocktrain.wire.serving import Choice, Publish
 
 from .conftest import Coordinate, Place
@@ -153,4 +158,46 @@ def test_stages_and_gateways_move_by_themselves(
             assert await serving is None
 
     assert threading.current_thread() is threading.main_thread()  # for the signal
+    asyncio.run(test())
+
+
+def test_a_banned_member_loses_its_links_within_seconds(
+    coordinate: Coordinate, member: Member, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First a gateway, which a stage turns out; then the stage, which another gateway leaves."""
+    monkeypatch.setattr(belonging, "FOLLOW_EVERY", 0.1)
+    monkeypatch.setattr(reach, "REFUSED", 0.1)
+    monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
+    place = coordinate()
+    stage, bad, good = (member(place, name) for name in ("stage", "bad", "good"))
+    manifest, quiet = good.fetch([])[1], Output(json=True)
+
+    def ban(who: Belonging) -> None:
+        with closing(place.link()) as link:
+            link.say("v1/ban", Ban(who.key.id), Done)
+
+    async def test() -> None:
+        span = Span.open(stage.fetch([0, 1])[0], 0, 1)
+        async with Stage(span, *stage.member) as server:
+            address = [f"127.0.0.1:{server.port}"]
+            pipelines = [
+                Pipeline(manifest.shape, manifest.digest, *who.member, address)
+                for who in (bad, good)
+            ]
+            assert stage.banned is not None
+            watching = watch_banned(stage.banned, server.ban)
+            upkeep = upkeep_of(pipelines[1], good, quiet)
+            async with pipelines[0], pipelines[1], beside(watching, *(each() for each in upkeep)):
+                await until(lambda: all(each.report() for each in pipelines))
+                await asyncio.to_thread(ban, bad)
+                await until(lambda: not pipelines[0].report())
+                await until(lambda: "banned" in " ".join(pipelines[0].troubles))
+                assert (await pipelines[1].session()).holdings  # nobody else is put out
+                assert server.report().refused["NotAllowed"] >= 1
+                assert server.report().links == 1
+                await asyncio.to_thread(ban, stage)
+                await until(lambda: not pipelines[1].report())
+                await until(lambda: "banned from the run" in " ".join(pipelines[1].troubles))
+                await until(lambda: server.report().links == 0)
+
     asyncio.run(test())

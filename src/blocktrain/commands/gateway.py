@@ -14,7 +14,7 @@ from blocktrain.commands.listen import Listen, listening, log_as, serve
 from blocktrain.console import PLAIN, Out, Output, print_json
 from blocktrain.errors import BadInput
 from blocktrain.inference.pipeline import Pipeline, Source
-from blocktrain.services.belonging import Belonging, Pass, belong, watch_served
+from blocktrain.services.belonging import Belonging, Pass, belong, watch_banned, watch_served
 from blocktrain.services.gateway.app import Gateway, House
 from blocktrain.services.gateway.keys import Keys
 from blocktrain.services.gateway.openai import Offer
@@ -97,13 +97,18 @@ def stages_from(at: At, mine: Belonging) -> tuple[Source, Registry | None]:
 def upkeep_of(
     pipeline: Pipeline, mine: Belonging, output: Output
 ) -> list[Callable[[], Coroutine[None, None, None]]]:
-    """What a pipeline needs for as long as it is up: papers that do not end, the right model."""
+    """What a pipeline needs as long as it is up: lasting papers, the right model and members."""
 
     async def follow(model: Digest) -> None:
         pipeline.follow(model)
 
+    work: list[Callable[[], Coroutine[None, None, None]]]
     work = [partial(keep_papers, mine.renew, pipeline.renew, output.say)]
-    return [*work, partial(watch_served, mine.served, follow)] if mine.served else [*work]
+    if mine.served:
+        work.append(partial(watch_served, mine.served, follow))
+    if mine.banned:
+        work.append(partial(watch_banned, mine.banned, pipeline.ban))
+    return work
 
 
 def tell(url: str, fingerprint: str | None, output: Output) -> None:

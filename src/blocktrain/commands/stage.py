@@ -20,7 +20,7 @@ from blocktrain.inference.span import Span
 from blocktrain.inference.stage import Stage
 from blocktrain.learning.files import Manifest
 from blocktrain.services.announcing import announced, beside
-from blocktrain.services.belonging import Belonging, Pass, belong, watch_served
+from blocktrain.services.belonging import Belonging, Pass, belong, watch_banned, watch_served
 from blocktrain.services.papers import admit as make_member
 from blocktrain.services.papers import authority_in, keep_papers
 from blocktrain.terms import Digest
@@ -151,6 +151,8 @@ async def keep(span: Span, mine: Belonging, where: Where, out: Output) -> int | 
         work = [keep_papers(mine.renew, server.renew, out.say)]
         if mine.served:
             work.append(watch_served(mine.served, move))
+        if mine.banned:
+            work.append(watch_banned(mine.banned, server.ban))
         async with beside(*work), announced(mine.announce, now, out.say):
             await over.wait()
         if leaving.is_set():

@@ -269,7 +269,8 @@ class Desk:
 
     def _pass(self, job: Job, outcome: Outcome, computed: float, waited: float) -> None:
         """Sends what became of a job to where it belongs."""
-        hop = Hop(self._id, 1000 * computed, 1000 * waited, job.received)
+        onward = job.guest.onward.round_trip_ms(job.said.route[0]) if job.said.route else None
+        hop = Hop(self._id, 1000 * computed, 1000 * waited, job.received, onward)
         if not isinstance(outcome.said, Trouble):
             outcome.said = msgspec.structs.replace(outcome.said, hops=[*job.said.hops, hop])
         task = asyncio.create_task(self._deliver(job, outcome))

@@ -126,13 +126,15 @@ class Measured:
     last: int
     rtt_ms: float
     step_ms: float | None = None
+    onward_ms: dict[str, float] = field(default_factory=dict)
 
 
 def from_route(table: dict[str, Any], where: str) -> Layout:
     """The stages that a gateway sees, with the lines between them as far as it can know them.
 
-    Between two stages a gateway sees no round trip of its own: it is taken for the longer one of
-    those to the two (inference/measures.py), and the rate for what nobody has seen yet.
+    Where no text went from one stage to another, neither has measured the round trip: it is taken
+    for the longer one of the gateway's to the two (inference/measures.py), and the rate for what
+    nobody has seen yet.
     """
     try:
         stages = msgspec.convert(table["stages"], list[Measured])
@@ -144,8 +146,16 @@ def from_route(table: dict[str, Any], where: str) -> Layout:
     ]
     rtts = {stage.stage[:12]: stage.rtt_ms for stage in stages}
     links = [Link((GATEWAY, name), rtt) for name, rtt in rtts.items()]
+    measured = {
+        frozenset((stage.stage[:12], other[:12])): rtt
+        for stage in stages
+        for other, rtt in stage.onward_ms.items()
+    }
     links += [
-        Link((one, two), max(rtts[one], rtts[two])) for one in rtts for two in rtts if one < two
+        Link((one, two), measured.get(frozenset((one, two)), max(rtts[one], rtts[two])))
+        for one in rtts
+        for two in rtts
+        if one < two
     ]
     return Layout(hosts, links, GATEWAY, mbit=UNSEEN_RATE / MBIT)
 

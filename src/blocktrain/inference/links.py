@@ -36,6 +36,7 @@ KEEPALIVE = {  # a host that vanished without a word is noticed within 25 s
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 25_000,
 }
+NO_MEMBER = "You are banned from this run, or your token is revoked; ask its owner."
 BROKEN = (OSError, BlockTrainError)  # what ends a link; ssl.SSLError and TimeoutError are OSErrors
 
 
@@ -45,6 +46,8 @@ class Trust:
     def __init__(self, papers: Papers, authority_pem: bytes) -> None:
         self._papers, self._authority_pem = papers, authority_pem
         self.id = load_key(papers.key).id
+        self.banned: frozenset[str] = frozenset()
+        """Who gets no link, whatever papers he has."""
         self.renew()
 
     def renew(self) -> None:
@@ -160,6 +163,9 @@ async def dial(trust: Trust, name: str, host: str, port: int, stage: str | None)
     if link.peer is None:
         link.abort()
         raise NotAllowed(f"Whoever answers at {host}:{port} is no stage; check the address.")
+    if link.peer in trust.banned:
+        link.abort()
+        raise NotAllowed(f"The stage at {host}:{port} is banned from the run; try another one.")
     link.say(Greeting(SERVING_PROTOCOL, name))
     return link
 

@@ -1,11 +1,11 @@
 """What a gateway has seen of stages and of the links between them: the base of every forecast.
 
 A gateway sees its own round trips, and of each traversal the time it took and what each stage says
-of computing and waiting. What is left over went by on the way between stages. Where there is more
-than one such way it is shared out equally, which is right for their sum and so for the route that
-was taken. A trip that nobody has seen cannot be shorter than half of the difference of the round
-trips to its two ends, nor, by way of the gateway, longer than half of their sum. A choice hopes for
-the former, so that what is unknown gets tried; a forecast takes half of the longer round trip.
+of computing and waiting, and of the round trip to the next. What is left over went by on the way
+between stages, and is shared out by these round trips. A trip that nobody has seen cannot be
+shorter than half of the difference of the round trips to its two ends, nor, by way of the gateway,
+longer than half of their sum. A choice hopes for the former, so that what is unknown gets tried; a
+forecast takes half of the longer round trip.
 """
 
 from collections import deque
@@ -79,6 +79,8 @@ class Way:
     _opened: bool = False
     _latency: Measure = field(default_factory=Measure)
     _rate: Measure = field(default_factory=Measure)
+    rtt_ms: float | None = None
+    """There and back, as the stage at its beginning has measured it last."""
 
     @property
     def latency(self) -> float | None:
@@ -123,10 +125,38 @@ class Ways:
 
     def see(self, hops: Sequence[Hop], between: float) -> None:
         """Learns from a traversal that spent so many seconds on the way between its stages."""
-        trips = len(hops) - 1
-        for before, hop in pairwise(hops):
-            self.way(before.stage, hop.stage).see(hop.received, max(0.0, between) / trips)
+        trips = trips_ms(hops, 1000 * between)
+        for (before, hop), trip in zip(pairwise(hops), trips, strict=True):
+            way = self.way(before.stage, hop.stage)
+            way.see(hop.received, trip / 1000)
+            way.rtt_ms = way.rtt_ms if before.onward_ms is None else before.onward_ms
+
+    def onward(self, source: str) -> dict[str, float]:
+        """Milliseconds from a stage to others and back, as it has measured them, by their ids."""
+        return {
+            target: way.rtt_ms
+            for (begin, target), way in self._ways.items()
+            if begin == source and way.rtt_ms is not None
+        }
 
     def forget(self, stage: str) -> None:
         """A stage is gone."""
         self._ways = {pair: way for pair, way in self._ways.items() if stage not in pair}
+
+
+def trips_ms(hops: Sequence[Hop], between: float) -> list[float]:
+    """Shares out the milliseconds that a traversal spent between its stages, trip by trip.
+
+    Each trip gets half of its measured round trip. What is left went by with sending, and goes by
+    the bytes that were sent; but to a line that nobody has measured yet, if there is one.
+    """
+    between = max(0.0, between)  # clocks are not perfect
+    halves = [None if hop.onward_ms is None else hop.onward_ms / 2 for hop in hops[:-1]]
+    measured = sum(half for half in halves if half is not None)
+    if measured > between:  # this time it went quicker than any ping
+        return [(half or 0.0) * between / measured for half in halves]
+    parts = [1 if half is None else 0 for half in halves]
+    if not any(parts):
+        parts = [max(1, hop.received) for hop in hops[1:]]
+    left, whole = between - measured, sum(parts)
+    return [(half or 0.0) + left * part / whole for half, part in zip(halves, parts, strict=True)]

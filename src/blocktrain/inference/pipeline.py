@@ -11,9 +11,9 @@ text comes out the same, and drafts never change it.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -60,6 +60,8 @@ class StageReport:
     """Seconds since it last said anything."""
     model: str = ""
     """Its digest: stages of different models form no route."""
+    onward_ms: dict[str, float] = field(default_factory=dict)
+    """To other stages and back, as it has measured them itself, by their ids."""
 
 
 class Pipeline:
@@ -103,6 +105,10 @@ class Pipeline:
         """Reads its papers again, for all links that are opened from now on."""
         self._trust.renew()
 
+    def ban(self, members: Collection[str]) -> None:
+        """Texts go through none of these any more; those that do are replayed by others."""
+        self._reach.ban(members)
+
     async def session(self, codec: Codec = USUAL) -> "PipelineSession":
         """A new text, on the route that is best now; Unreachable if there is none."""
         return PipelineSession(self, codec, await self.route())
@@ -128,6 +134,7 @@ class Pipeline:
                 step_ms=None if stage.speed.small is None else 1000 * stage.speed.small,
                 silent=now - stage.heard,
                 model=stage.holding.model,
+                onward_ms=self.traversals.ways.onward(stage.id),
             )
             for stage in stages
         ]

@@ -31,7 +31,7 @@ PACKETS_FIRST = 10  # that TCP sends before it has heard anything (RFC 6928)
 HANDLING = 0.001  # seconds at a stage besides computing: 0.9 ms on loopback, on two cores
 SECRET, STAGE = "0" * 32, "0" * 64
 ANYWHERE = Place(STAGE, "192.168.100.100", 40000)
-HOP = Hop(STAGE, 12.345678, 0.123456, 12345)
+HOP = Hop(STAGE, 12.345678, 0.123456, 12345, 50.123)
 CHOICE = Choice(0.8, 0.95, 12345, 100)
 
 

@@ -8,7 +8,7 @@ import asyncio
 import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -115,6 +115,13 @@ class Reach:
             self._looking = asyncio.create_task(self._look(self._source))
         else:
             self._want({target_of(address) for address in self._source})
+
+    def ban(self, members: Collection[str]) -> None:
+        """None of these is reached any more; `dial` refuses them."""
+        self._trust.banned = frozenset(members)
+        for stage in self.stages.values():
+            if stage.id in self._trust.banned:
+                stage.link.abort()
 
     async def close(self) -> None:
         """Ends all links."""

@@ -7,6 +7,7 @@ by `Limits`.
 
 import asyncio
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
@@ -17,6 +18,7 @@ from blocktrain.inference.door import Door
 from blocktrain.inference.links import (
     BROKEN,
     HANDSHAKE,
+    NO_MEMBER,
     Link,
     Trust,
     is_name_of,
@@ -71,6 +73,7 @@ class Stage:
         self._blocks, self._address, self._limits = blocks, (host, port), limits
         self._links: Counter[str] = Counter()
         """By peer."""
+        self._guests: set[Guest] = set()
         self._number = 0
         self._ended = asyncio.Event()
 
@@ -118,6 +121,15 @@ class Stage:
         """Reads its papers again, for all links that are opened from now on."""
         self._trust.renew()
 
+    def ban(self, members: Collection[str]) -> None:
+        """None of these gets a link any more, nor keeps one, to here or from here."""
+        self._trust.banned = banned = frozenset(members)
+        for guest in self._guests:
+            if guest.link.peer in banned and guest.link.open:
+                self._desk.refused["banned"] += 1
+                guest.link.refuse(NO_MEMBER)
+            guest.onward.leave(banned)
+
     async def closed(self) -> None:
         """Until somebody closes this stage."""
         await self._ended.wait()
@@ -147,7 +159,7 @@ class Stage:
         try:
             guest = await self._greet(link)
             try:
-                while head := await link.hear():
+                while link.open and (head := await link.hear()):
                     await self._hear(guest, head)
                     await asyncio.sleep(0)  # one message each: who says much holds nobody up
             finally:
@@ -169,6 +181,8 @@ class Stage:
         if not isinstance(head.said, Greeting):
             raise BadInput("A greeting must come first.")
         await link.skip(head, 0)
+        if link.peer in self._trust.banned:
+            raise NotAllowed(NO_MEMBER)
         refuse_other_protocol(head.said.protocol, "gateway")
         if not is_name_of(head.said.name, link.peer):
             raise NotAllowed("This name is somebody else's; greet under your own.")
@@ -180,6 +194,7 @@ class Stage:
         self._links[link.peer] += 1
         link.name = head.said.name
         guest = Guest(link, (link.peer, str(self._number)), self._trust, self._desk)
+        self._guests.add(guest)
         self._desk.guests[link.name] = guest  # the newest, if a gateway comes back under its name
         link.say(Welcome(SERVING_PROTOCOL, self._blocks.holding, self.sessions, self.room))
         return guest
@@ -187,6 +202,7 @@ class Stage:
     async def _part(self, guest: Guest) -> None:
         """The link of a guest has ended."""
         peer = guest.path[0]
+        self._guests.discard(guest)
         self._links[peer] -= 1
         last = not self._links[peer]
         if last:

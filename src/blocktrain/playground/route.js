@@ -33,10 +33,10 @@ function along(route, legs) {
   const used = taken(route, legs);
   const legTo = new Map(legs.map((leg) => [leg.stage, leg]));
   const way = [{ key: "gateway", kind: "host", name: "Gateway", where: "where your prompt enters" }];
-  for (const stage of used) {
+  for (const [n, stage] of used.entries()) {
     const leg = legTo.get(stage.stage);
-    // Of the lines between stages the gateway cannot know the round trip; of its own two it can.
-    const rtt = stage === used[0] ? stage.rtt_ms : null;
+    // Between stages, what the one before has measured; unknown until something went that way.
+    const rtt = n === 0 ? stage.rtt_ms : (leg?.rtt_ms ?? used[n - 1].onward_ms?.[stage.stage]);
     way.push({ key: `to ${stage.stage}`, kind: "line", leg, rtt });
     way.push({ key: `at ${stage.stage}`, kind: "host", stage, leg, spares: sparesOf(route, stage) });
   }

@@ -29,7 +29,7 @@ from blocktrain.wire.signing import Key, load_key
 from blocktrain.wire.tls import client_context, trust_by_fingerprint
 
 PATIENCE = 3.0  # seconds for one announcement or one look at a list; the next one follows
-FOLLOW_EVERY = 5.0  # seconds between two questions which checkpoint is served
+FOLLOW_EVERY = 5.0  # seconds between two questions which checkpoint is served, and who is banned
 PATH = "v1/stages"
 
 
@@ -61,6 +61,8 @@ class Belonging:
     """Who stands on the list."""
     served: Callable[[], Digest] | None
     """Which model all of them serve now; None: always the same."""
+    banned: Callable[[], Collection[str]] | None
+    """Who is a member no more, though his papers live on; None: nobody says."""
     renew: Callable[[], bool]
     """Sees to it that its papers do not end; True if there are new ones, which are to be loaded."""
     close: Callable[[], None]
@@ -101,6 +103,7 @@ def belong(
         announce=announce,
         present=present,
         served=None,
+        banned=None,
         renew=Watched(member).renew,
         close=alone.close,
     )
@@ -125,6 +128,7 @@ def to_run(url: str, by: Pass, progress: Progress) -> Belonging:
         announce=joined.announce,
         present=joined.stages,
         served=lambda: manifest_of(joined.charter, joined.checkpoint()).digest,
+        banned=joined.banned,
         renew=joined.renew,
         close=alone.close,
     )
@@ -149,4 +153,14 @@ async def watch_served(
             if now != last:
                 await moved(now)
             last = now
+        await asyncio.sleep(FOLLOW_EVERY)
+
+
+async def watch_banned(
+    banned: Callable[[], Collection[str]], ban: Callable[[Collection[str]], None]
+) -> None:
+    """Tells who is a member no more, again and again, until it is cancelled."""
+    while True:
+        with suppress(BlockTrainError):  # whoever says so is gone for a while: nothing changes
+            ban(await asyncio.to_thread(banned))
         await asyncio.sleep(FOLLOW_EVERY)

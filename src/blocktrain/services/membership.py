@@ -27,7 +27,7 @@ from blocktrain.wire import messages
 from blocktrain.wire.certificates import end_of_member
 from blocktrain.wire.link import Link
 from blocktrain.wire.owner import Checkpoint
-from blocktrain.wire.serving import Announce, Heard, Stages
+from blocktrain.wire.serving import Announce, Banned, Heard, Stages
 from blocktrain.wire.signing import Key, load_or_make_key
 from blocktrain.wire.tls import Papers
 
@@ -147,6 +147,10 @@ class Membership:
     def stages(self) -> list[Announce]:
         """Who serves what, as the coordinator has heard."""
         return self.known(lambda: self.link.ask("v1/stages", Stages)).stages
+
+    def banned(self) -> list[str]:
+        """Who may have papers but is no member any more; who serves asks every few seconds."""
+        return self.known(lambda: self.link.ask("v1/banned", Banned)).members
 
     def checkpoint(self) -> Checkpoint:
         """The one that all who serve this run serve now; who does asks again every few seconds."""

@@ -18,12 +18,13 @@ from msgspec import Meta
 
 from blocktrain.wire.messages import Count, Message, Name, Seconds, Sentence, Sha256, WorkerId
 
-SERVING_PROTOCOL = 1
+SERVING_PROTOCOL = 2
 """Changes when an old stage and a new gateway would misunderstand each other."""
 MAX_HEADER = 64 * 1024  # bytes of one message; the largest names 64 hops and 4,096 tokens
 MAX_STAGES = 64  # on one route
 MAX_TOKENS = 4096  # in one step
 MAX_DRAFT = 64
+MAX_BANNED = 3840  # ids that fit into a message of 256 KiB
 
 Secret = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Token = Annotated[int, Meta(ge=0, le=256)]  # 256 is MASK
@@ -74,6 +75,9 @@ class Hop(Part, frozen=True):
     """In the stage's queue."""
     received: Count
     """Bytes of the frame that brought the step."""
+    onward_ms: Seconds | None = None
+    """To the next stage and back, as pings on that very link say; None at the last stage, and where
+    the link was only opened for this."""
 
 
 class Choice(Part, frozen=True):
@@ -245,6 +249,12 @@ class Stages(Message, frozen=True, tag="stages"):
     """These stages announced themselves and have not gone (GET {base}/v1/stages)."""
 
     stages: Annotated[list[Announce], Meta(max_length=4096)]
+
+
+class Banned(Message, frozen=True, tag="banned"):
+    """These may have papers still, but are members no more (GET {base}/v1/banned)."""
+
+    members: Annotated[list[WorkerId], Meta(max_length=MAX_BANNED)]
 
 
 class Publish(Message, frozen=True, tag="publish"):

@@ -70,6 +70,7 @@ class Coordinator:
             Route("/v1/certificate", guarded(serving.certificate)),
             Route("/v1/stages", guarded(serving.stages)),
             Route("/v1/stages", guarded(serving.announce), methods=["POST"]),
+            Route("/v1/banned", guarded(serving.banned)),
             Route("/v1/served", guarded(serving.served)),
             Route("/v1/served", guarded(serving.publish), methods=["POST"]),
             Route("/v1/status", guarded(watching.status)),

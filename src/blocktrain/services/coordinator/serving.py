@@ -15,9 +15,10 @@ from blocktrain.services.coordinator.served import Served
 from blocktrain.wire import messages, owner
 from blocktrain.wire.messages import MAX_MESSAGE
 from blocktrain.wire.registry import Registry
-from blocktrain.wire.serving import Announce, Publish, Stages
+from blocktrain.wire.serving import MAX_BANNED, Announce, Banned, Publish, Stages
 
-LIFE = timedelta(days=7)  # of a certificate: so long a banned member may still open links to others
+LIFE = timedelta(days=7)  # of a certificate
+DOUBT = timedelta(days=1)  # by which the clocks of members may differ
 
 
 class Serving:
@@ -56,6 +57,20 @@ class Serving:
         while len(messages.encode(Stages(here))) > MAX_MESSAGE:  # nobody would read it
             here = here[: len(here) * 9 // 10]
         return say(Stages(here))
+
+    async def banned(self, request: Request) -> Response:
+        """Who is a member no more but may have papers still; if they are many, the latest."""
+        self.door.worker(request)
+
+        def look() -> messages.Message:
+            with self.office.keeper.ledger.reading() as r:
+                revoked = {token.hash: token.revoked for token in r.tokens()}
+                ends = [(w.banned or revoked.get(w.token), w.id) for w in r.workers()]
+            since = time.time() - (LIFE + DOUBT).total_seconds()
+            lately = sorted((end, id) for end, id in ends if end is not None and end > since)
+            return Banned([id for _, id in lately[-MAX_BANNED:]])
+
+        return say(await asyncio.to_thread(look))
 
     async def served(self, request: Request) -> Response:
         """The checkpoint that all of them serve."""

@@ -1,8 +1,8 @@
 """Where the time of a traversal went: line by line, stage by stage.
 
 A gateway sees its own round trips, the time of a whole traversal, and what each stage says of
-computing and waiting. What is left over went by between the stages, and is shared out equally where
-there is more than one such line: right in sum, a guess for each.
+computing, waiting and the round trip to the next one. What is left over went by between the stages,
+and is shared out by these round trips (inference/measures.py): right in sum, measured for each.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
+from blocktrain.inference.measures import trips_ms
 from blocktrain.inference.pipeline import StageReport
 from blocktrain.inference.session import Said
 
@@ -28,6 +29,8 @@ class Leg(Struct, frozen=True):
     bytes: int
     """That went over the line."""
     traversals: int = 1
+    rtt_ms: float | None = None
+    """Of the line, there and back, as last measured at its beginning (the way back: at its end)."""
 
     @property
     def at_stage_ms(self) -> float:
@@ -43,6 +46,7 @@ class Leg(Struct, frozen=True):
             self.waited_ms + other.waited_ms,
             self.bytes + other.bytes,
             self.traversals + other.traversals,
+            self.rtt_ms if other.rtt_ms is None else other.rtt_ms,
         )
 
 
@@ -51,16 +55,17 @@ def legs_of(said: Said, stages: Sequence[StageReport]) -> list[Leg]:
     hops = said.hops
     if not hops or said.replayed:
         return []
-    rtts = {stage.stage: stage.rtt_ms for stage in stages}
-    there, back = rtts.get(hops[0].stage, 0.0) / 2, rtts.get(hops[-1].stage, 0.0) / 2
+    own = {stage.stage: stage.rtt_ms for stage in stages}
+    rtts = [own.get(hops[0].stage), *(hop.onward_ms for hop in hops[:-1])]
+    there, back = (own.get(hop.stage, 0.0) / 2 for hop in (hops[0], hops[-1]))
     at_stages = sum(hop.computed_ms + hop.waited_ms for hop in hops)
-    between = max(0.0, 1000 * said.seconds - at_stages - there - back) / max(1, len(hops) - 1)
+    lines = [there, *trips_ms(hops, 1000 * said.seconds - at_stages - there - back)]
     way = [
-        Leg(hop.stage, between if n else there, hop.computed_ms, hop.waited_ms, hop.received)
-        for n, hop in enumerate(hops)
+        Leg(hop.stage, line, hop.computed_ms, hop.waited_ms, hop.received, rtt_ms=rtt)
+        for hop, line, rtt in zip(hops, lines, rtts, strict=True)
     ]
     answer = max(0, said.sent - sum(hop.received for hop in hops))
-    return [*way, Leg(None, back, 0.0, 0.0, answer)]
+    return [*way, Leg(None, back, 0.0, 0.0, answer, rtt_ms=own.get(hops[-1].stage))]
 
 
 @dataclass
@@ -99,3 +104,11 @@ class Way:
             return None
         what, stage, ms = max(costs, key=lambda cost: cost[2])
         return {"what": what, "stage": stage, "ms": ms}
+
+    def slowest_link(self) -> dict[str, Any] | None:
+        """The line that a mean traversal spends most time on, whatever stages take."""
+        costs = [(leg.line_ms / leg.traversals, leg) for leg in self.legs.values()]
+        if not costs:
+            return None
+        ms, leg = max(costs, key=lambda cost: cost[0])
+        return {"stage": leg.stage, "ms": ms, "rtt_ms": leg.rtt_ms}

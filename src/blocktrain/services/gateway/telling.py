@@ -233,6 +233,7 @@ class Account:
             "replays": report.replays,
             "hops": self.way.told(),
             "slowest": self.way.slowest(),
+            "slowest_link": self.way.slowest_link(),
         }
 
     def close(self, who: str) -> None:
