@@ -21,7 +21,7 @@ from blocktrain.terms import Digest
 
 Sentence = Callable[[BaseException], str]
 MakeModel = Callable[[Shape], Model]
-SHAPE = Shape("denoise", blocks=3, layers=1, width=16, heads=2, window=64)
+SHAPE = Shape(blocks=3, layers=1, width=16, heads=2, window=64)
 
 
 @pytest.mark.skipif(
@@ -32,25 +32,19 @@ def test_a_text_outlives_a_stage_on_another_host(
 ) -> None:
     save_model(alive(SHAPE), tmp_path / "model")
     (tmp_path / "text").write_bytes(b"The river rises in the hills and flows to the sea.\n" * 999)
-    trial = Trial(
-        rtt=8.0, mbit=50.0, length=24, traversals=4,
-        modes=("exact", "whole"), hows=("killed",), stages=(2,),
-    )  # fmt: skip
-    model = tmp_path / "model"
+    trial = Trial(rtt=8.0, mbit=50.0, length=24, modes=("exact",), hows=("killed",), stages=(2,))
     serving_bench.failover(
-        model=model, whole_model=model, data=str(tmp_path / "text"), trial=trial,
-        output=Output(json=True),
-    )  # fmt: skip
+        model=tmp_path / "model", data=f"{tmp_path / 'text'}", trial=trial, output=Output(json=True)
+    )
     found = json.loads(capsys.readouterr().out)
-    assert [row["mode"] for row in found["rows"]] == ["exact", "whole"]
-    for row in found["rows"]:
-        assert (row["how"], row["stage"], row["same_text"]) == ("killed", 2, True)
-        assert row["replays"] >= 1
-        assert row["stalled_s"] > 0.016  # as long as a traversal needs
-        assert row["undisturbed_s"] > 4 * 0.016
-        assert row["lost_s"] == row["wasted_s"] + row["again_s"]
-    assert found["killed_extra_s"] == max(row["extra_s"] for row in found["rows"]) < 5
-    assert found["same_text"] is True
+    (row,) = found["rows"]
+    assert (row["mode"], row["how"], row["stage"]) == ("exact", "killed", 2)
+    assert row["same_text"] is found["same_text"] is True
+    assert row["replays"] >= 1
+    assert row["stalled_s"] > 0.016  # as long as a traversal needs
+    assert row["undisturbed_s"] > 4 * 0.016
+    assert row["lost_s"] == row["wasted_s"] + row["again_s"]
+    assert found["killed_extra_s"] == row["extra_s"] < 5
     assert "silent_extra_s" not in found
 
 

@@ -1,10 +1,11 @@
 """What it costs when a stage dies in the middle of a text, over a WAN.
 
-Three stages and a replica of each, every one on a host of its own, and whoever asks on another, all
-with the same round trip between any two (bench/hosts.py). In the middle of a text, by time, one of
-the stages that it goes through is killed (-9: the kernel closes its links), or stopped (it keeps
-its links and says nothing, as a host that was unplugged). It is another process from then on that
-holds those blocks; the one that ended is started again before the next text. Nothing is tuned.
+Three stages and a replica of each that ends, every one on a host of its own, and whoever asks on
+another, all with the same round trip between any two (bench/hosts.py). In the middle of a text, by
+time, one of the stages that it goes through is killed (-9: the kernel closes its links), or stopped
+(it keeps its links and says nothing, as a host that was unplugged). It is another process from then
+on that holds those blocks; the one that ended is started again before the next text. Nothing is
+tuned.
 
     delay = seconds of the disturbed text - seconds of the same text undisturbed (median of three)
     lost  = wasted + again
@@ -42,7 +43,6 @@ from blocktrain.services.papers import admit, authority_in
 
 STAGES = 3
 ASKER = "gateway"
-COPIES = ("first", "second")
 DRIVER = "blocktrain.bench.failover_driver"
 PORT = 7000  # of every stage, on its own host: a stage that comes back is where it was
 SIGNALS: dict[How, Signals] = {"killed": Signals.SIGKILL, "silent": Signals.SIGSTOP}
@@ -155,7 +155,8 @@ def over(
     authority = authority_in(papers / "authority")
     admit(authority, papers / ASKER)
     spans = equal_parts(read_manifest(model).shape.blocks, STAGES)
-    seats = {f"{copy}-{n + 1}": spans[n] for copy in COPIES for n in range(STAGES)}
+    seats = {f"stage-{number}": span for number, span in enumerate(spans, 1)}
+    seats |= {f"replica-{number}": spans[number - 1] for number in trial.stages}
     with ExitStack() as stack:
         made = stack.enter_context(hosts([ASKER, *seats], Wan(trial.rtt, trial.mbit)))
         crew = []
