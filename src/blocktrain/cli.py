@@ -76,6 +76,7 @@ GROUPS = {
             "coordinator": ("load:coordinator", "Receipts for 200 workers, and a burst."),
             "three-hosts": ("hosts:three_hosts", "CE and bytes moved across a WAN of three hosts."),
             "wan": ("serving_bench:wan", "Bytes a second over a WAN of three stages, by mode."),
+            "failover": ("serving_bench:failover", "What a stage's death costs a text."),
             "serve": ("serving_bench:serve", "64 streams at once through a gateway."),
             "stages": ("serving_bench:stages", "Three stages on loopback against one process."),
             "activations": ("serving_bench:activations", "CE by the codec of activations."),

@@ -1,6 +1,7 @@
 """blocktrain plan as people and programs run it."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 from blocktrain.commands.plan import Known, Wish, plan
 from blocktrain.console import Output
 from blocktrain.errors import BadConfig, BadInput, BadModel
+from blocktrain.inference import layout
+from blocktrain.inference.measures import UNSEEN_RATE
 from blocktrain.learning.files import save_model
 from blocktrain.learning.model import Model, Shape
+from blocktrain.wire.certificates import RENEW_BEFORE, SERVER_LIFE
 
 Sentence = Callable[[BaseException], str]
 MakeModel = Callable[[Shape], Model]
@@ -92,6 +96,28 @@ def test_a_rate_for_lines_that_have_none(folder: Path, capsys: pytest.CaptureFix
         found.append(rows(capsys)["ar"])
     assert found[0]["limited_by"] == "rates"
     assert found[0]["bytes_per_s"] < found[1]["bytes_per_s"]
+
+
+def test_the_document_s_own_files_are_understood(
+    folder: Path, alive: MakeModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (example,) = re.findall(r"^```toml\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    (folder / "example.toml").write_text(example)
+    save_model(alive(Shape(blocks=4, layers=1, width=16, heads=2, window=64)), folder / "four")
+    plan(folder / "four", hosts=folder / "example.toml", known=GIVEN, output=JSON)
+    found = rows(capsys)["ar"]
+    assert found["limiting_link"] in ("anna -> ben", "ben -> anna")  # Ben is nearer than Clara
+    assert 1000 / found["bytes_per_s"] == pytest.approx(20, abs=10)
+    here = layout.read(folder / "example.toml")
+    assert (here.rtt_ms, here.mbit, here.gateway) == (50, 100, "anna")
+    assert (here.hosts[0].step_ms, here.hosts[0].position_ms, here.hosts[1].step_ms) == (
+        1.5, 0.1, None,
+    )  # fmt: skip
+    assert f"its rate for {UNSEEN_RATE / layout.MBIT:g} Mbit/s" in document
+    words = " ".join(document.split())
+    told = f"for {SERVER_LIFE.days} days, and a gateway that is started in the last"
+    assert f"{told} {RENEW_BEFORE.days} of them makes another" in words
 
 
 def test_bad_input_is_told(folder: Path, sentence: Sentence) -> None:

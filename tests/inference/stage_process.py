@@ -61,6 +61,9 @@ class Mortal:
     def draft(self, *given: Any) -> Any:
         return self._around(self._span.draft, given)
 
+    def emit(self, *given: Any) -> Any:
+        return self._around(self._span.emit, given)
+
     def _around(self, compute: Any, given: tuple[Any, ...]) -> Any:
         self._steps += 1
         self.die_if("before")

@@ -1,8 +1,9 @@
 """Stages are killed with SIGKILL while a text goes through them: with a replica, nothing changes.
 
 Real processes and real links. Each stage dies at each point: before the generation, during prefill,
-during decode and during verify; each time before it computes, after that, or when it has passed the
-step on. What a death may cost is bounded: the step in which it happens takes less than BOUND.
+during decode, during verify and during a `whole` text; each time before it computes, after that, or
+when it has passed the step on. What a death may cost is bounded: the step in which it happens takes
+less than BOUND.
 """
 
 import asyncio
@@ -10,29 +11,37 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from copy import copy
 
 import pytest
 from tests.inference.network import (
     CUTS,
+    PROMPT,
     Board,
     Network,
     Process,
     Processes,
+    living_model,
     run,
     until,
     write,
 )
 
 from blocktrain.errors import Unreachable
+from blocktrain.inference import decode, reach
 from blocktrain.inference import pipeline as module
-from blocktrain.inference import reach
+from blocktrain.inference.choice import Sampling
+from blocktrain.inference.decode import Piece
 from blocktrain.inference.local import LocalSession
 from blocktrain.inference.pipeline import Pipeline
-from blocktrain.inference.session import Said
+from blocktrain.inference.session import Said, Session
+from blocktrain.learning.files import save_model
+from blocktrain.learning.model import Shape
 from blocktrain.wire.serving import Codec
 
 BOUND = 2.0  # seconds; the lost work itself takes some milliseconds with this model
 LENGTH, DRAFT = 14, 3
+DENOISE = Shape("denoise", blocks=3, layers=1, width=32, heads=2, window=48)
 every_stage = pytest.mark.parametrize("victim", [0, 1, 2])
 
 
@@ -44,6 +53,17 @@ def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Network:
     return Network(tmp_path_factory.mktemp("failover") / "network")
+
+
+@pytest.fixture(scope="module")
+def denoising(network: Network) -> Network:
+    """The same members with a model that finds a whole text at once."""
+    other = copy(network)
+    other.shape, other.model, other._spans = DENOISE, network.folder / "denoise", {}
+    other.digest = save_model(living_model(DENOISE), other.model).digest
+    for cut in CUTS:
+        other.span(*cut)
+    return other
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +144,41 @@ def test_a_stage_that_dies_is_replaced_and_the_text_is_the_same(
             assert set(replayed(told)) <= expected
             assert max(said.seconds for said in told) < BOUND
             assert told[-1].hops[victim].stage == steady[victim].id
+            await session.close()
+
+    run(test)
+
+
+@every_stage
+@pytest.mark.parametrize("point", ["before", "after", "passed"])
+def test_a_whole_text_outlives_a_stage(
+    denoising: Network, processes: Processes, victim: int, point: str
+) -> None:
+    """In the second of four traversals: what the first one found is not lost."""
+    model, sampling = str(denoising.model), Sampling(0.8, 0.95, seed=11)
+
+    async def made(session: Session) -> list[Piece]:
+        coming = decode.whole(session, PROMPT, LENGTH, sampling, traversals=4)
+        return [piece async for piece in coming]
+
+    async def test() -> None:
+        mortal, *steady = (
+            processes.start(*cut, model=model, step=step, point=point)
+            for cut, step in [(CUTS[victim], 2), *((cut, 0) for cut in CUTS)]
+        )
+        async with among(denoising, steady, victim, mortal) as (pipeline, board):
+            session = await pipeline.session("fp32")
+            await replace(pipeline, board, steady[victim])
+            pieces = await made(session)
+            assert mortal.over(within=5)
+            local = await made(LocalSession(denoising.span(0, 2)))
+            assert [piece.bytes for piece in pieces] == [piece.bytes for piece in local]
+            assert len(pieces[-1].bytes) == LENGTH
+            expected = {2} if point != "passed" else {2, 3}
+            told = [piece.said for piece in pieces]
+            assert len(replayed(told)) == 1
+            assert set(replayed(told)) <= expected
+            assert max(said.seconds for said in told) < BOUND
             await session.close()
 
     run(test)

@@ -4,17 +4,21 @@ import asyncio
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
+from tests.commands.forked import Forked
+from tests.inference.network import write
 
 import blocktrain
 from blocktrain.aggregation.folder import owners_token
@@ -22,7 +26,6 @@ from blocktrain.commands.serve import wait_until_ready
 from blocktrain.errors import BadInput, BadKey, BadRun
 from blocktrain.inference.local import LocalSession
 from blocktrain.inference.pipeline import Pipeline
-from blocktrain.inference.session import Asked
 from blocktrain.inference.span import Span
 from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.files import read_manifest, save_model
@@ -33,10 +36,14 @@ from blocktrain.services.belonging import Pass, belong
 from blocktrain.services.papers import admit, authority_in, member_in
 from blocktrain.services.run import Run
 from blocktrain.services.serving import Cast, Serving
-from blocktrain.wire.serving import Choice
+from blocktrain.wire.serving import Weights
 
 SHAPE = Shape(blocks=3, layers=1, width=32, heads=2, window=48)
-ASKED = Asked(0, [10, 84, 104, 101], 1, 0, Choice(0.8, 1.0, 7, 0))
+ASKED_FOR: dict[str, Any] = {
+    "model": "blocktrain", "prompt": "The", "max_tokens": 24,
+    "temperature": 0.8, "top_p": 0.95, "seed": 0,
+}  # fmt: skip
+Typed = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
@@ -72,27 +79,92 @@ def command(*arguments: str) -> Iterator[dict[str, Any]]:
         process.stdout.close()
 
 
-def test_stages_in_processes_say_what_one_process_says(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
+def test_stages_in_processes_say_what_one_process_says(
+    tmp_path: Path, model: Path, weights: Weights
+) -> None:
     owner = tmp_path / "owner"
     for name in ("a", "b", "gateway"):
         admit(authority_in(owner), tmp_path / name)
 
-    async def served(places: list[str]) -> list[int]:
+    async def served(places: list[str]) -> bytes:
         manifest = read_manifest(model)
         member = member_in(tmp_path / "gateway")
         async with Pipeline(manifest.shape, manifest.digest, *member, places) as pipeline:
             session = await pipeline.session("fp32")
-            return (await session.step(ASKED)).bytes
+            assert {stage.weights for stage in pipeline.report()} == {weights}
+            return (await write(session, 16, draft=2))[0]
 
-    both = ["--threads", "1"]
+    both = ["--threads", "1", "--weights", weights]
     first = command("stage", str(model), "--blocks", "1-2", "--papers", str(tmp_path / "a"), *both)
     second = command("stage", str(model), "--blocks", "3", "--papers", str(tmp_path / "b"), *both)
     with first as one, second as two:
         places = [f"{each['host']}:{each['port']}" for each in (one, two)]
         assert (one["blocks"], two["blocks"]) == ([1, 2], [3, 3])
         found = asyncio.run(served(places))
-    local = asyncio.run(LocalSession(Span.open(model, 0, 2)).step(ASKED))
-    assert found == local.bytes
+    local, _ = asyncio.run(write(LocalSession(Span.open(model, 0, 2, weights)), 16))
+    assert found == local
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
+    """A short command in a process of its own, and the last line of what it said."""
+    forked = Forked(["blocktrain.commands.stage", "blocktrain.commands.gateway"])
+    notes = tmp_path_factory.mktemp("notes")
+
+    def run(*arguments: str) -> dict[str, Any]:
+        done = forked.run([*arguments, "--json"], Path.cwd(), notes)
+        assert done.returncode == 0, done.stderr
+        said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return said
+
+    yield run
+    forked.close()
+
+
+def test_across_hosts_as_the_readme_says(tmp_path: Path, model: Path, typed: Typed) -> None:
+    """The owner admits three hosts, a stage finds the gateway by HTTPS, a friend has a key."""
+    authority, *papers = (f"{tmp_path / name}" for name in ("authority", "gateway", "anna", "ben"))
+    for each in papers:
+        typed("admit", authority, each)
+    tls = ["--tls", "auto", "--authority", authority, "--tls-names", "gateway.example"]
+    with command(
+        "gateway", f"{model}", "--papers", papers[0], "--host", "0.0.0.0", "--port", "0", *tls
+    ) as told:
+        url = told["url"].replace("0.0.0.0", "localhost")
+        assert url.startswith("https://")
+        key = typed("keys", "issue", papers[0], "a friend")["key"]
+        where = ["--host", "0.0.0.0", "--public", "127.0.0.1", "--announce", url, "--threads", "1"]
+        anna = command("stage", f"{model}", "--blocks", "1-2", "--papers", papers[1], *where)
+        ben = command("stage", f"{model}", "--blocks", "3", "--papers", papers[2], *where)
+        trusted = ssl.create_default_context(cafile=f"{authority}/authority.pem")
+        with anna, ben, asking(url, key, trusted) as friend:
+            wait_for(f"{url}/healthz", trusted)
+            answer = friend.completions.create(**ASKED_FOR, extra_body={"codec": "fp32"})
+            text = "".join(blocktrain.generate(blocktrain.load(model), "The", length=24))
+            assert answer.choices[0].text == text
+            refused, doubted = openai.AuthenticationError, openai.APIConnectionError
+            with asking(url, "bt-nobody", trusted) as stranger, pytest.raises(refused):
+                stranger.completions.create(**ASKED_FOR)
+            with asking(url, key, ssl.create_default_context()) as other, pytest.raises(doubted):
+                other.completions.create(**ASKED_FOR)  # who does not know the authority
+            typed("keys", "revoke", papers[0], "a friend")
+            with pytest.raises(refused):
+                friend.completions.create(**ASKED_FOR)
+
+
+def asking(url: str, key: str, trusted: ssl.SSLContext) -> openai.OpenAI:
+    """The real client, as docs/serving.md tells to make it."""
+    http = openai.DefaultHttpxClient(verify=trusted, trust_env=False)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, http_client=http, max_retries=0)
+
+
+def wait_for(url: str, trusted: ssl.SSLContext) -> None:
+    """Until every block is served."""
+    deadline = time.monotonic() + 30
+    while httpx.get(url, verify=trusted, trust_env=False).status_code != 200:
+        assert time.monotonic() < deadline, "not every block came to be served"
+        time.sleep(0.1)
 
 
 def test_a_model_is_served_with_one_command_and_outlives_a_stage(
@@ -134,8 +206,7 @@ def test_what_keeps_a_child_from_starting_is_told(tmp_path: Path, model: Path) -
 
 def completed(url: str, **more: Any) -> str:
     """What a gateway makes of a prompt."""
-    asked = {"prompt": "The", "max_tokens": 24, "temperature": 0.8, "top_p": 0.95, "seed": 0}
-    answer = httpx.post(f"{url}/v1/completions", json={**asked, **more}, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json={**ASKED_FOR, **more}, timeout=60)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 

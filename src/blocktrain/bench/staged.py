@@ -51,20 +51,34 @@ def staged(
     model: Path, blocks: int, folder: Path, posts: Sequence[Post], threads: int = 1
 ) -> Iterator[list[str]]:
     """One stage at each post; gives their addresses. `folder/authority` admits them."""
-    crew: list[Posted] = []
-    try:
-        for post, (first, last) in zip(posts, equal_parts(blocks, len(posts)), strict=True):
-            name = f"stage-{first + 1}-{last + 1}"
-            papers = folder / f"{model.resolve().name}-{name}"
-            admit(authority_in(folder / "authority"), papers)
-            arguments = [
-                "stage", str(model), "--papers", str(papers), "--blocks", f"{first + 1}-{last + 1}",
-                "--host", post.address, "--threads", str(threads), "--json",
-            ]  # fmt: skip
-            crew.append(Posted(name, arguments, papers / "log", post=post))
-            crew[-1].start()
-        told = [child.first_line("stage") for child in crew]
+    crew = []
+    for post, (first, last) in zip(posts, equal_parts(blocks, len(posts)), strict=True):
+        papers = folder / f"{model.resolve().name}-stage-{first + 1}-{last + 1}"
+        admit(authority_in(folder / "authority"), papers)
+        crew.append(stage_at(post, model, (first, last), papers, threads=threads))
+    with up(crew) as told:
         yield [f"{each['host']}:{each['port']}" for each in told]
+
+
+def stage_at(
+    post: Post, model: Path, span: tuple[int, int], papers: Path, port: int = 0, threads: int = 1
+) -> Posted:
+    """A stage that can be started at a post, with the papers of a member."""
+    blocks = f"{span[0] + 1}-{span[1] + 1}"
+    arguments = [
+        "stage", str(model), "--papers", str(papers), "--blocks", blocks, "--host", post.address,
+        "--port", str(port), "--threads", str(threads), "--json",
+    ]  # fmt: skip
+    return Posted(f"stage-{blocks}", arguments, papers / "log", post=post)
+
+
+@contextmanager
+def up(crew: Sequence[Posted]) -> Iterator[list[dict[str, Any]]]:
+    """All of these stages run; gives what each told of itself. In the end all are told to stop."""
+    try:
+        for child in crew:
+            child.start()
+        yield [child.first_line("stage") for child in crew]
     finally:
         for child in crew:
             child.stop(signal.SIGTERM)

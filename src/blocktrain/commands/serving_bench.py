@@ -1,4 +1,4 @@
-"""blocktrain bench stages|activations|serve|wan"""
+"""blocktrain bench stages|activations|serve|wan|failover"""
 
 import tempfile
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import torch
 from cyclopts import Parameter
 
 from blocktrain.bench import activations as activations_bench
+from blocktrain.bench import failover as failover_bench
 from blocktrain.bench import serve as serve_bench
 from blocktrain.bench import stages as stages_bench
 from blocktrain.bench import wan as wan_bench
@@ -27,6 +28,7 @@ WHOLE = Path("runs/whole")
 PROMPT = 128  # bytes
 SURVEYED = 6  # prompts that forecasts are made from
 STAGES, SERVE, WAN = stages_bench.Trial(), serve_bench.Trial(), wan_bench.Trial()
+FAILOVER = failover_bench.Trial()
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,39 @@ def wan(
             output.rows([{n: row[key] for n, key in JUDGED.items()} for row in quality], "Quality")
             output.say(verdict)
     print_json(found)
+
+
+def failover(
+    *,
+    model: Path = SMALL,
+    whole_model: Path | None = None,
+    data: str = "wikitext-2",
+    trial: Annotated[failover_bench.Trial, Parameter(name="*")] = FAILOVER,
+    output: Out = PLAIN,
+) -> None:
+    """What it costs a text when a stage of its route dies, with a replica, over a WAN.
+
+    Makes network namespaces, for which it must be root. The last line is JSON. Lost is the work
+    that was under way and what the replica must be told again; extra is the rest of the delay.
+
+    Parameters
+    ----------
+    model: Path
+        A model directory, for ar and exact.
+    whole_model: Path
+        One trained with denoise on masked spans, for whole.
+    data: str
+        wikitext-2, enwik8, or a file or folder of your own: the prompt is from its test split.
+    """
+    with bar(f"opening {data}") as progress:
+        text = open_corpus(data, progress).test
+    models = wan_bench.Models(model, whole_model, prompts(text, 1, PROMPT))
+    with tempfile.TemporaryDirectory() as folder:
+        rows = failover_bench.measure(trial, models, Path(folder), output.say)
+    if not output.json:
+        shown = failover_bench.SHOWN
+        output.rows([{name: row[key] for name, key in shown.items()} for row in rows], "Failover")
+    print_json(failover_bench.summary(trial, rows))
 
 
 def serve(
