@@ -6,6 +6,7 @@ One run with three lives: kill -9 ends the first, Ctrl+C the second.
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -19,15 +20,50 @@ import msgspec
 import pytest
 
 import blocktrain
+from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.sqlite import SqliteLedger
-from blocktrain.commands.train import train
+from blocktrain.cli import main
+from blocktrain.commands.lab import RunFlags
+from blocktrain.commands.train import (
+    TIMING,
+    Begun,
+    Here,
+    History,
+    Outlook,
+    closed_rounds,
+    table,
+    train,
+)
+from blocktrain.console import Output
 from blocktrain.errors import BadInput, BadRun
-from blocktrain.services.embedded import status
+from blocktrain.learning.model import Model, Shape
+from blocktrain.services import picture
+from blocktrain.services.embedded import Embedded, status
+from blocktrain.services.follow import Follower
+from blocktrain.services.run import Pace, Run
+from blocktrain.terms import Digest
 from blocktrain.wire.link import Link
+from blocktrain.wire.messages import Traffic
+from blocktrain.wire.owner import BlockStatus, Checkpoint, Point, Status, WorkerStatus
 
 ROUNDS = 10
-SIZE = ["--blocks", "2", "--layers", "1", "--width", "16", "--heads", "2", "--window", "16"]
-PACE = ["--rounds", str(ROUNDS), "--local-steps", "1", "--batch", "2", "--workers", "1"]
+CONFIG = f"""
+[shape]
+blocks = 2
+layers = 1
+width = 16
+heads = 2
+window = 16
+
+[pace]
+rounds = {ROUNDS}
+local_steps = 1
+batch = 2
+
+[timing]
+lease = 14.0
+"""
+LINE = b'{"bytes_seen": 10, "ce_sample": 5.5}\n{"bytes_seen": 20, "ce_sample": 5.25}\n'
 
 
 @dataclass
@@ -47,6 +83,8 @@ class Story:
     folder: Path
     text: Path
     lives: list[Life]
+    line: list[Point]
+    """The reference line that the second one showed."""
 
 
 def live(*arguments: str, until: Callable[[int, str], None] | None = None) -> Life:
@@ -76,20 +114,30 @@ def kill_in_the_middle(group: int, url: str) -> None:
     os.killpg(group, signal.SIGKILL)
 
 
-def ctrl_c(process: int, url: str) -> None:
-    os.kill(process, signal.SIGINT)
-
-
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("train")
     text = folder / "words.txt"
     text.write_text("the cat sat on the mat. " * 1000)
     out = folder / "out"
-    begun = ["--out", str(out), "--data", str(text), *SIZE, *PACE]
+    (folder / "run.toml").write_text(CONFIG)
+    begun = ["--out", str(out), "--data", str(text), "--config", str(folder / "run.toml")]
+    begun += ["--workers", "1"]
     again = ["--resume", str(out), "--workers", "1"]
-    lives = [live(*begun, until=kill_in_the_middle), live(*again, until=ctrl_c), live(*again)]
-    return Story(out, text, lives)
+    line: list[Point] = []
+    (folder / "line.jsonl").write_bytes(LINE)
+
+    def look_and_stop(process: int, url: str) -> None:
+        with closing(Link(url, patience=30.0)) as link:
+            line.extend(status(link).reference)
+        os.kill(process, signal.SIGINT)
+
+    lives = [
+        live(*begun, until=kill_in_the_middle),
+        live(*again, "--reference-line", str(folder / "line.jsonl"), until=look_and_stop),
+        live(*again, "--reference"),
+    ]
+    return Story(out, text, lives, line)
 
 
 def result(story: Story) -> dict[str, Any]:
@@ -152,3 +200,171 @@ def test_what_cannot_be_begun_or_resumed(story: Story, tmp_path: Path) -> None:
         train(resume=tmp_path / "nothing")
     with pytest.raises(BadRun, match="other settings"):
         train(out=story.folder)
+
+
+# --- the settings ---------------------------------------------------------------------------------
+
+
+def test_a_config_file_names_the_run_and_its_timing(story: Story) -> None:
+    kept = msgspec.json.decode((story.folder / "settings.json").read_bytes(), type=Begun).settings
+    assert (kept.run.shape.width, kept.run.pace.rounds) == (16, ROUNDS)
+    assert (kept.timing.lease, kept.timing.grace) == (14.0, TIMING.grace)  # the rest is train's own
+
+
+# --- a coordinator that dies under a question -----------------------------------------------------
+
+
+def test_a_coordinator_that_dies_under_a_question_is_started_again(
+    story: Story,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Killed while the CE of a run under way is measured, and again when its end is fetched."""
+    crews, killed, drawn = list[Embedded](), list[bool](), list[dict[str, Path]]()
+    start, assemble = Embedded.start_coordinator, Follower.assemble
+
+    def started(self: Embedded) -> None:
+        crews.append(self)
+        start(self)
+
+    def assembled(self: Follower, charter: Charter, found: Checkpoint) -> tuple[Run, Model]:
+        if found.ended not in killed:
+            killed.append(found.ended)
+            coordinator = crews[0].children[0].process
+            assert coordinator is not None
+            coordinator.kill()
+            coordinator.wait()
+        return assemble(self, charter, found)
+
+    monkeypatch.setattr(Embedded, "start_coordinator", started)
+    monkeypatch.setattr(Follower, "assemble", assembled)
+    monkeypatch.setattr(picture, "curves", lambda lines, path: drawn.append(lines))
+    line = tmp_path / "line.jsonl"
+    line.write_bytes(LINE)
+    train(
+        out=tmp_path / "out",
+        run=RunFlags(
+            shape=Shape(blocks=2, layers=1, width=16, heads=2, window=16),
+            pace=Pace(rounds=12, local_steps=1, batch=2),
+        ),
+        here=Here(data=str(story.text), workers=1, reference_line=line),
+        output=Output(json=True),
+    )
+    assert killed == [False, True]
+    told = capsys.readouterr()
+    assert told.err.count("coordinator died and was started again") == 2
+    found = json.loads(told.out)
+    assert found["rounds"] == 12
+    assert found["updates"] >= 24
+    rounds = [row["round"] for row in History(tmp_path / "out" / "history.jsonl").rows()]
+    assert rounds == sorted(set(rounds))
+    assert rounds[-1] == 12
+    assert drawn == [{"blocks": tmp_path / "out" / "history.jsonl", "reference": line}]
+
+
+# --- the reference, and the lab -------------------------------------------------------------------
+
+
+def test_a_reference_is_trained_beside_it_if_asked(story: Story) -> None:
+    found = result(story)
+    assert 0 < found["ce_reference"] < 5.6
+    assert found["gap"] == pytest.approx(found["ce"] - found["ce_reference"])
+    rows = History(story.folder / "reference" / "history.jsonl").rows()
+    assert rows[-1]["bytes_seen"] == found["bytes_seen"]
+
+
+def test_the_dashboard_shows_a_reference_line_of_earlier(story: Story) -> None:
+    assert [(each.bytes_seen, each.ce) for each in story.line] == [(10, 5.5), (20, 5.25)]
+
+
+def replayed(
+    story: Story, ledger: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> int | str | None:
+    """The exit code of `blocktrain lab --replay`, in this process."""
+    typed = ["lab", "--replay", str(ledger), "--data", str(story.text), "--out", str(out), "--json"]
+    monkeypatch.setattr(sys, "argv", ["blocktrain", *typed])
+    try:
+        main()
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def test_the_lab_does_the_run_again_and_notices_a_difference(
+    story: Story,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert replayed(story, story.folder / "run", tmp_path, monkeypatch) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["same"] is True
+    assert (found["rounds"], found["snapshots"]) == (ROUNDS, 2 * ROUNDS)
+    assert found["updates"] == result(story)["updates"]
+
+    other = tmp_path / "other.sqlite"
+    with (
+        closing(sqlite3.connect(story.folder / "run" / "ledger.sqlite")) as source,
+        closing(sqlite3.connect(other)) as copy,
+    ):
+        source.backup(copy)
+        copy.execute("DROP TRIGGER versions_stand")
+        where = (ROUNDS,)
+        copy.execute("UPDATE versions SET steady = printf('%064d', 1) WHERE round = ?", where)
+        copy.commit()
+    assert replayed(story, other, tmp_path, monkeypatch) == 14
+    said = capsys.readouterr()
+    (line,) = said.out.splitlines()
+    found = json.loads(line)
+    assert (found["same"], found["exit_code"]) == (False, 14)
+    assert found["different"] == [f"the steady copy of block {b}, round {ROUNDS}" for b in (1, 2)]
+    assert "2 digests are not those of the ledger" in said.err
+
+
+# --- what people see meanwhile --------------------------------------------------------------------
+
+
+def block_at(round: int, phase: str = "open") -> BlockStatus:
+    return BlockStatus(0, round, phase, 5.0, 3.0, 1, 1, 7, 2, 1)
+
+
+def worker_that(here: bool) -> WorkerStatus:
+    return WorkerStatus("a" * 64, "", here, None, None, None, None, 0, 0, Traffic(), False)
+
+
+def seen(*rounds: int, state: str = "running") -> Status:
+    """A run of 11 rounds that is as old as the hills."""
+    return Status(
+        run=Digest("0" * 64), name="", data="", codec="int4", parameters=1, rounds=11, replicas=2,
+        state=state, age=1e6, bytes_seen=0, bytes_moved=12_340_000,
+        blocks=[block_at(each) for each in rounds],
+        workers=[worker_that(True), worker_that(False), worker_that(True)],
+        curve=[Point(1.0, 10, 5.5), Point(2.0, 20, 1.81234)], reference=[], events=[],
+    )  # fmt: skip
+
+
+def test_the_table_tells_ce_bytes_workers_and_time_left() -> None:
+    shown = table(seen(4, 5), 200.0)
+    assert shown.title == "CE 1.8123, 12.3 MB moved, 2 workers, about 4 min left"
+    assert [list(column.cells)[1] for column in shown.columns] == [
+        "1", "5 of 11", "open", "1 of 2", "3 s", "7", "2", "1",
+    ]  # fmt: skip
+    early = msgspec.structs.replace(seen(1), curve=[])
+    assert str(table(early, None).title).startswith("CE not measured yet, ")
+    assert str(table(early, None).title).endswith(", time left unknown")
+
+
+def test_time_left_goes_by_the_pace_of_this_start() -> None:
+    """Whatever the age of the run: it was resumed at round 5 of 11, and paused for an hour."""
+    outlook = Outlook()
+    assert outlook.left(seen(5, 6), at=100.0) is None
+    assert outlook.left(seen(5, 7), at=109.0) is None  # the slower block has closed none
+    assert outlook.left(seen(6, 7), at=110.0) == pytest.approx(6 * 10.0)
+    assert outlook.left(seen(6, 7, state="paused"), at=3710.0) == pytest.approx(6 * 10.0)
+    assert outlook.left(seen(6, 7), at=3720.0) == pytest.approx(6 * 20.0)  # this round is slower
+    assert outlook.left(seen(7, 7), at=3720.0) == pytest.approx(5 * 10.0)
+    done = msgspec.structs.replace(seen(11), blocks=[block_at(11, "finished")])
+    assert closed_rounds(done) == 11
+    assert outlook.left(done, at=3760.0) == 0
