@@ -1,8 +1,10 @@
 """blocktrain train in a process of its own: killed, stopped by Ctrl+C, and gone on with to its end.
 
-One run with three lives: kill -9 ends the first, Ctrl+C the second.
+One run with three lives: kill -9 ends the first, Ctrl+C the second; the third one, in this process,
+loses its coordinator twice.
 """
 
+import io
 import json
 import os
 import signal
@@ -10,8 +12,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,24 +25,21 @@ import blocktrain
 from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.cli import main
-from blocktrain.commands.lab import RunFlags
+from blocktrain.commands import train as commands
 from blocktrain.commands.train import (
     TIMING,
     Begun,
-    Here,
     History,
     Outlook,
     closed_rounds,
     table,
     train,
 )
-from blocktrain.console import Output
 from blocktrain.errors import BadInput, BadRun
-from blocktrain.learning.model import Model, Shape
-from blocktrain.services import picture
+from blocktrain.learning.model import Model
 from blocktrain.services.embedded import Embedded, status
 from blocktrain.services.follow import Follower
-from blocktrain.services.run import Pace, Run
+from blocktrain.services.run import Run
 from blocktrain.terms import Digest
 from blocktrain.wire.link import Link
 from blocktrain.wire.messages import Traffic
@@ -85,6 +84,8 @@ class Story:
     lives: list[Life]
     line: list[Point]
     """The reference line that the second one showed."""
+    killed: list[bool]
+    """Whether the run had ended, each time that the third one's coordinator was killed."""
 
 
 def live(*arguments: str, until: Callable[[int, str], None] | None = None) -> Life:
@@ -104,6 +105,45 @@ def live(*arguments: str, until: Callable[[int, str], None] | None = None) -> Li
     ended = time.time()
     out, rest = process.communicate(timeout=100)
     return Life(process.returncode, out, said + rest, ended)
+
+
+def live_here(*arguments: str) -> Life:
+    """The command in this process, which has torch already."""
+    out, said, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(said):
+        patch.setattr(sys, "argv", ["blocktrain", *arguments])
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Life(code, out.getvalue(), said.getvalue(), time.time())
+
+
+@contextmanager
+def coordinators_that_die() -> Iterator[list[bool]]:
+    """Kills the coordinator of a run in this process while a checkpoint is fetched: the first one
+    of a run under way, and the first one of its end. The list tells which of them it was."""
+    crews, killed = list[Embedded](), list[bool]()
+    start, assemble = Embedded.start_coordinator, Follower.assemble
+
+    def started(self: Embedded) -> None:
+        crews.append(self)
+        start(self)
+
+    def assembled(self: Follower, charter: Charter, found: Checkpoint) -> tuple[Run, Model]:
+        if found.ended not in killed:
+            killed.append(found.ended)
+            coordinator = crews[0].children[0].process
+            assert coordinator is not None
+            coordinator.kill()
+            coordinator.wait()
+        return assemble(self, charter, found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Embedded, "start_coordinator", started)
+        patch.setattr(Follower, "assemble", assembled)
+        patch.setattr(commands, "SOON", 0.2)
+        yield killed
 
 
 def kill_in_the_middle(group: int, url: str) -> None:
@@ -135,9 +175,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     lives = [
         live(*begun, until=kill_in_the_middle),
         live(*again, "--reference-line", str(folder / "line.jsonl"), until=look_and_stop),
-        live(*again, "--reference"),
     ]
-    return Story(out, text, lives, line)
+    with coordinators_that_die() as killed:
+        lives.append(live_here("train", *again, "--reference", "--json"))
+    return Story(out, text, lives, line, killed)
 
 
 def result(story: Story) -> dict[str, Any]:
@@ -214,53 +255,11 @@ def test_a_config_file_names_the_run_and_its_timing(story: Story) -> None:
 # --- a coordinator that dies under a question -----------------------------------------------------
 
 
-def test_a_coordinator_that_dies_under_a_question_is_started_again(
-    story: Story,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Killed while the CE of a run under way is measured, and again when its end is fetched."""
-    crews, killed, drawn = list[Embedded](), list[bool](), list[dict[str, Path]]()
-    start, assemble = Embedded.start_coordinator, Follower.assemble
-
-    def started(self: Embedded) -> None:
-        crews.append(self)
-        start(self)
-
-    def assembled(self: Follower, charter: Charter, found: Checkpoint) -> tuple[Run, Model]:
-        if found.ended not in killed:
-            killed.append(found.ended)
-            coordinator = crews[0].children[0].process
-            assert coordinator is not None
-            coordinator.kill()
-            coordinator.wait()
-        return assemble(self, charter, found)
-
-    monkeypatch.setattr(Embedded, "start_coordinator", started)
-    monkeypatch.setattr(Follower, "assemble", assembled)
-    monkeypatch.setattr(picture, "curves", lambda lines, path: drawn.append(lines))
-    line = tmp_path / "line.jsonl"
-    line.write_bytes(LINE)
-    train(
-        out=tmp_path / "out",
-        run=RunFlags(
-            shape=Shape(blocks=2, layers=1, width=16, heads=2, window=16),
-            pace=Pace(rounds=12, local_steps=1, batch=2),
-        ),
-        here=Here(data=str(story.text), workers=1, reference_line=line),
-        output=Output(json=True),
-    )
-    assert killed == [False, True]
-    told = capsys.readouterr()
-    assert told.err.count("coordinator died and was started again") == 2
-    found = json.loads(told.out)
-    assert found["rounds"] == 12
-    assert found["updates"] >= 24
-    rounds = [row["round"] for row in History(tmp_path / "out" / "history.jsonl").rows()]
-    assert rounds == sorted(set(rounds))
-    assert rounds[-1] == 12
-    assert drawn == [{"blocks": tmp_path / "out" / "history.jsonl", "reference": line}]
+def test_a_coordinator_that_dies_under_a_question_is_started_again(story: Story) -> None:
+    """While the CE of a run under way was measured, and again when its end was fetched."""
+    assert story.killed == [False, True]
+    assert story.lives[-1].code == 0
+    assert story.lives[-1].said.count("coordinator died and was started again") == 2
 
 
 # --- the reference, and the lab -------------------------------------------------------------------
@@ -278,27 +277,17 @@ def test_the_dashboard_shows_a_reference_line_of_earlier(story: Story) -> None:
     assert [(each.bytes_seen, each.ce) for each in story.line] == [(10, 5.5), (20, 5.25)]
 
 
-def replayed(
-    story: Story, ledger: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> int | str | None:
-    """The exit code of `blocktrain lab --replay`, in this process."""
-    typed = ["lab", "--replay", str(ledger), "--data", str(story.text), "--out", str(out), "--json"]
-    monkeypatch.setattr(sys, "argv", ["blocktrain", *typed])
-    try:
-        main()
-    except SystemExit as end:
-        return end.code
-    return 0
+def replayed(story: Story, ledger: Path, out: Path) -> Life:
+    """What `blocktrain lab --replay` comes to."""
+    return live_here(
+        "lab", "--replay", str(ledger), "--data", str(story.text), "--out", str(out), "--json"
+    )
 
 
-def test_the_lab_does_the_run_again_and_notices_a_difference(
-    story: Story,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert replayed(story, story.folder / "run", tmp_path, monkeypatch) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+def test_the_lab_does_the_run_again_and_notices_a_difference(story: Story, tmp_path: Path) -> None:
+    again = replayed(story, story.folder / "run", tmp_path)
+    assert again.code == 0, again.said
+    (line,) = again.out.splitlines()
     found = json.loads(line)
     assert found["same"] is True
     assert (found["rounds"], found["snapshots"]) == (ROUNDS, 2 * ROUNDS)
@@ -314,13 +303,13 @@ def test_the_lab_does_the_run_again_and_notices_a_difference(
         where = (ROUNDS,)
         copy.execute("UPDATE versions SET steady = printf('%064d', 1) WHERE round = ?", where)
         copy.commit()
-    assert replayed(story, other, tmp_path, monkeypatch) == 14
-    said = capsys.readouterr()
-    (line,) = said.out.splitlines()
+    different = replayed(story, other, tmp_path)
+    assert different.code == 14
+    (line,) = different.out.splitlines()
     found = json.loads(line)
     assert (found["same"], found["exit_code"]) == (False, 14)
     assert found["different"] == [f"the steady copy of block {b}, round {ROUNDS}" for b in (1, 2)]
-    assert "2 digests are not those of the ledger" in said.err
+    assert "2 digests are not those of the ledger" in different.said
 
 
 # --- what people see meanwhile --------------------------------------------------------------------
