@@ -5,6 +5,8 @@ commands that need no torch answer at once.
 """
 
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import cyclopts
 from cyclopts import App
@@ -111,24 +113,34 @@ def main() -> None:
     config.calm_threads()
     app = build()
     try:
-        if "--config" in arguments[:-1]:
+        if path := config_in(arguments):
             from blocktrain.commands.lab import defaults_from
 
-            app.config = (defaults_from(arguments[arguments.index("--config") + 1]),)
+            app.config = (defaults_from(path),)
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:
         give_up(" ".join(str(error).split()), 2)
     except BlockTrainError as error:
-        give_up(str(error), error.exit_code)
+        give_up(str(error), error.exit_code, error.told)
     except KeyboardInterrupt:
         give_up("Stopped. What was saved is intact; the same command goes on from there.", 130)
     except BrokenPipeError:  # the reader has seen enough, as with `| head`
         sys.stderr.close()
 
 
-def give_up(why: str, code: int) -> None:
+def config_in(arguments: list[str]) -> str | None:
+    """The file that --config names: it must be read before the flags are understood."""
+    for each, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if each == "--config":
+            return following
+        if each.startswith("--config="):
+            return each.removeprefix("--config=")
+    return None
+
+
+def give_up(why: str, code: int, told: Mapping[str, object] = MappingProxyType({})) -> None:
     """One sentence, and the exit code that says what kind of trouble it is."""
     console.people.print(f"blocktrain: {why}", markup=False, soft_wrap=True)
     if "--json" in sys.argv:
-        console.print_json({"error": why, "exit_code": code})
+        console.print_json({"error": why, "exit_code": code, **told})
     sys.exit(code)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from blocktrain.errors import BlockTrainError
 from blocktrain.terms import Progress
 
 people = Console(stderr=True, highlight=False)
@@ -38,6 +39,12 @@ class Output:
         for key, value in values.items():
             table.add_row(key, readable(value))
         Console(highlight=False).print(table)
+
+    def result_beside(self, error: BlockTrainError, values: dict[str, Any], title: str) -> None:
+        """What came before an error: people see it first, programs beside it in the last line."""
+        error.told = values
+        if not self.json:
+            self.result(values, title)
 
     def rows(self, rows: list[dict[str, Any]], title: str) -> None:
         """Several outcomes of one kind."""

@@ -30,11 +30,16 @@ The number is the exit code of the command line. 130 is Ctrl+C. Every message is
 says what happened and what to do.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class BlockTrainError(Exception):
     """Anything BlockTrain itself reports."""
 
     exit_code = 1
+    told: Mapping[str, object] = MappingProxyType({})
+    """What a program learns besides (--json), such as what a worker gave before it."""
 
 
 class BadInput(BlockTrainError):

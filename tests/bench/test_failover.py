@@ -53,15 +53,15 @@ def test_a_text_outlives_a_stage_on_another_host(
 JOB = Job("ar", 0.8, 0, 0, 4, Digest(""))
 
 
-def hurt(how: How, seconds: float, text: bytes = b"abcd") -> Hurt:
-    return Hurt(Case(JOB, how, 2), text, seconds, replays=1, wasted=0.25, stalled=1.5)
+def hurt(how: How, stalled: float, text: bytes = b"abcd") -> Hurt:
+    return Hurt(Case(JOB, how, 2), text, 10 + stalled, replays=1, wasted=0.25, stalled=stalled)
 
 
-def test_extra_is_what_is_left_of_the_delay() -> None:
-    plain = Plain(JOB, b"abcd", 10.0, again=0.5)
-    rows = [failover.row(plain, hurt("killed", 11.25)), failover.row(plain, hurt("silent", 13.0))]
+def test_extra_is_what_is_left_of_the_stalled_traversal() -> None:
+    plain = Plain(JOB, b"abcd", 10.0, traversal=0.25, again=0.5)
+    rows = [failover.row(plain, hurt("killed", 1.5)), failover.row(plain, hurt("silent", 3.25))]
     assert (rows[0]["stage"], rows[0]["same_text"], rows[0]["replays"]) == (3, True, 1)
-    assert [row["delay_s"] for row in rows] == [1.25, 3.0]
+    assert [row["delay_s"] for row in rows] == [1.5, 3.25]
     assert [row["lost_s"] for row in rows] == [0.75, 0.75]
     assert [row["extra_s"] for row in rows] == [0.5, 2.25]
     found = failover.summary(Trial(rtt=7), rows)
@@ -70,7 +70,7 @@ def test_extra_is_what_is_left_of_the_delay() -> None:
 
 
 def test_another_text_is_told() -> None:
-    row = failover.row(Plain(JOB, b"abcd", 10.0, 0.0), hurt("killed", 10.0, b"abce"))
+    row = failover.row(Plain(JOB, b"abcd", 10.0, 1.0, 0.0), hurt("killed", 1.0, b"abce"))
     assert row["same_text"] is False
     assert failover.summary(Trial(), [row])["same_text"] is False
 

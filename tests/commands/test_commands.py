@@ -14,6 +14,8 @@ from typing import Protocol
 import pytest
 from tests.commands.forked import Done, Forked
 
+from blocktrain.aggregation import charter
+from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.learning.fetch import known
 
 
@@ -220,6 +222,32 @@ def test_a_config_file_gives_defaults_and_flags_win(
     refused = blocktrain(*asked, "--out", str(tmp_path / "out"))
     assert refused.returncode == 2
     assert "did you mean 'width'" in refused.stderr
+
+
+def test_one_config_file_serves_init_too_with_its_timing(
+    blocktrain: Blocktrain, text: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        "[shape]\nblocks = 2\nlayers = 1\nwidth = 32\nheads = 2\nwindow = 32\n"
+        "[pace]\nrounds = 9\nlocal_steps = 1\nbatch = 1\n[timing]\ngrace = 0.5\nlease = 7.0\n"
+    )
+    last_line(
+        blocktrain("init", str(tmp_path / "run"), f"--config={config}", "--data", str(text),
+                   "--lease", "8", "--json")
+    )  # fmt: skip
+    with SqliteLedger(tmp_path / "run" / "ledger.sqlite") as ledger, ledger.reading() as r:
+        record = r.run()
+    assert record is not None
+    rules = charter.decode(record.config).rules
+    assert (rules.blocks, rules.rounds, rules.grace, rules.lease) == (2, 9, 0.5, 8.0)
+    lab = blocktrain("lab", "--config", str(config), "--data", str(text), "--rounds", "1",
+                     "--out", str(tmp_path / "lab"))  # fmt: skip
+    assert last_line(lab)["bytes_seen"] == 32  # it waits for nobody, and needs no timing
+    config.write_text("[timing]\ngrase = 1.0\n")
+    refused = blocktrain("init", str(tmp_path / "no"), "--config", str(config))
+    assert refused.returncode == 2
+    assert "did you mean 'grace'" in refused.stderr
 
 
 def test_ctrl_c_keeps_what_was_done(text: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from blocktrain.errors import BadConfig, BadModel
 from blocktrain.learning.files import load_tensors, save_tensors
 from blocktrain.learning.model import Block, Model, Shape, new_block
-from blocktrain.learning.optimiser import Optimiser, Rates, digest_of, orthogonal
+from blocktrain.learning.optimiser import Optimiser, Rates, digest_of, orthogonal, state_shapes
 
 Sentence = Callable[[BaseException], str]
 
@@ -303,3 +303,10 @@ def test_a_digest_does_not_depend_on_memory_layout() -> None:
 def test_rates_that_make_no_sense(bad: dict[str, float]) -> None:
     with pytest.raises(BadConfig):
         Rates(**bad)
+
+
+def test_the_shapes_of_a_state_are_known_before_there_is_one(model: Model) -> None:
+    block = trainable(model)
+    told = state_shapes({name: tuple(p.shape) for name, p in block.named_parameters()})
+    state = Optimiser(block, Rates(), {}).state()
+    assert told == {name: tuple(value.shape) for name, value in state.items()}

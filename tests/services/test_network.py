@@ -22,6 +22,7 @@ from blocktrain.errors import (
     BadInput,
     BadRun,
     BlockTrainError,
+    CannotSave,
     NoBlob,
     NotAllowed,
     OtherProtocol,
@@ -29,6 +30,7 @@ from blocktrain.errors import (
     Unreachable,
 )
 from blocktrain.learning.data import Corpus
+from blocktrain.learning.objective import Task
 from blocktrain.services.begin import Settings, begin
 from blocktrain.services.embedded import Embedded, status
 from blocktrain.services.follow import Follower
@@ -129,23 +131,37 @@ def test_workers_count_their_bytes_and_follow_by_deltas(
     assert now.bytes_moved < 12 * charter.snapshot_size(0)
 
 
+def blocks_in(worker: Worker) -> set[int]:
+    """Of which blocks anything lies in its folder."""
+    return {int(path.name.split("-")[0]) for path in worker.holdings.folder.iterdir()}
+
+
 def test_a_late_joiner_needs_only_its_blocks(coordinate: Coordinate, tmp_path: Path) -> None:
-    run = replace(TINY, pace=replace(TINY.pace, rounds=12))
+    """The first of five blocks looks at the next one, the last one at all before it."""
+    run = replace(
+        TINY,
+        shape=replace(TINY.shape, blocks=5),
+        task=Task(lookahead=1),
+        pace=Pace(rounds=6, local_steps=1, batch=1),
+    )
     place = coordinate(run)
     first = place.worker(tmp_path / "first", name="first")
     first.join()
-    while place.keeper.state.blocks[0].versions[-1].round < 9:
+    while place.keeper.state.blocks[0].versions[-1].round < 3:
         assert first.turn()
-    late = place.worker(tmp_path / "late", name="late")
-    crew = [late, first]
-    late.join()
+    early, last = (place.worker(tmp_path / str(block), block=block) for block in (1, 5))
+    for late in (early, last):
+        late.join()
+    first.blocks = [1, 2, 3]
     while not place.keeper.state.ended:
-        for each in crew:
+        for each in (early, last, first, first, first):  # one round: nobody waits for another
             each.turn()
-    assert late.gave.updates > 0
-    whole = place.keeper.charter.snapshot_size(0) + place.keeper.charter.snapshot_size(1)
-    assert late.traffic().received < 2 * whole + late.gave.updates * 3 * whole
-    settled(place.folder)
+    assert early.gave.updates > 0
+    assert last.gave.updates > 0
+    assert blocks_in(early) == {0, 1}
+    assert blocks_in(last) == {0, 1, 2, 3, 4}
+    pair = place.keeper.charter.snapshot_size(0) + place.keeper.charter.snapshot_size(1)
+    assert early.traffic().received < 2 * pair + early.gave.updates * pair + 60_000
 
 
 def test_ctrl_c_submits_what_was_trained(
@@ -478,14 +494,14 @@ def test_another_protocol_is_told_which_side_to_upgrade(
 
 def test_a_volunteers_limits(coordinate: Coordinate, tmp_path: Path) -> None:
     place = coordinate()
-    small = place.worker(tmp_path / "small", max_disk=1000)
-    small.join()
-    with pytest.raises(BlockTrainError, match="--max-disk"):
-        small.turn()
+    with pytest.raises(CannotSave, match="--max-disk"):
+        place.worker(tmp_path / "small", max_disk=1000).join()
     with pytest.raises(BadInput, match="There is no block 9"):
         place.worker(tmp_path / "nine", block=9).join()
     with pytest.raises(BadInput, match="--max-download"):
         place.worker(tmp_path / "thin", max_download=10.0).join()
+    with pytest.raises(BadInput, match="--max-upload"):
+        place.worker(tmp_path / "mute", max_upload=10.0).join()
     spent = place.worker(tmp_path / "spent")
     spent.link = place.link(limits=replace(spent.wishes, max_traffic=20_000).limits)
     spent.join()

@@ -63,6 +63,8 @@ class Plain(msgspec.Struct, frozen=True, tag="plain"):
     job: Job
     text: bytes
     seconds: float
+    traversal: float
+    """Seconds of one of its traversals."""
     again: float
     """Seconds by which a traversal with half of the text takes longer than one with a byte."""
 
@@ -121,7 +123,9 @@ async def plain(pipeline: Pipeline, order: Order, job: Job) -> Plain:
     again = 0.0
     if job.mode != "whole":  # whose traversals carry all that they need
         again = median([await told_again(pipeline, job, context) for _ in range(TIMES)])
-    return Plain(job, made[0].text, median(each.seconds for each in made), max(0.0, again))
+    seconds = median(each.seconds for each in made)
+    traversal = median(each.seconds / each.traversals for each in made)
+    return Plain(job, made[0].text, seconds, traversal, max(0.0, again))
 
 
 async def told_again(pipeline: Pipeline, job: Job, context: list[int]) -> float:

@@ -8,7 +8,8 @@ import msgspec
 from cyclopts import Parameter
 
 from blocktrain.aggregation.folder import RunFolder
-from blocktrain.commands.listen import Listen, listening, log_as, serve
+from blocktrain.commands.listen import Listen, listening, serve
+from blocktrain.commands.logs import log_as
 from blocktrain.console import PLAIN, Out, print_json
 from blocktrain.errors import BadInput
 from blocktrain.services.coordinator import Coordinator

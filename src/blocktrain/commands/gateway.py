@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from blocktrain.commands.listen import Listen, listening, log_as, serve
+from blocktrain.commands.listen import Listen, listening, serve
+from blocktrain.commands.logs import log_as
 from blocktrain.console import PLAIN, Out, Output, print_json
 from blocktrain.errors import BadInput
 from blocktrain.inference.pipeline import Pipeline, Source

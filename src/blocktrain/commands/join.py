@@ -5,20 +5,23 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import platformdirs
 from cyclopts import Parameter
 
+from blocktrain.commands.logs import Logged, log_as
 from blocktrain.commands.owner import Token
-from blocktrain.console import PLAIN, Out, bar
+from blocktrain.console import bar
 from blocktrain.disk import errors_are_clear, lock
+from blocktrain.errors import BlockTrainError
 from blocktrain.services.wishes import Wishes
 from blocktrain.services.worker import Worker
 from blocktrain.wire.link import Link
 from blocktrain.wire.tls import trust_by_fingerprint
 
-WISHES = Wishes()
+WISHES, PLAIN = Wishes(), Logged()
+THANKS = "What you gave; thank you"
 
 
 def join(
@@ -28,7 +31,7 @@ def join(
     fingerprint: str | None = None,
     folder: Path | None = None,
     wishes: Annotated[Wishes, Parameter(name="*")] = WISHES,
-    output: Out = PLAIN,
+    output: Annotated[Logged, Parameter(name="*")] = PLAIN,
 ) -> None:
     """Train one block of somebody's run, over outbound HTTP only.
 
@@ -46,6 +49,8 @@ def join(
     folder: Path
         Where this worker keeps its identity and its blocks; one folder is one worker.
     """
+    if output.log == "json":
+        log_as(output.log)
     home = folder or Path(platformdirs.user_data_dir("blocktrain")) / "worker"
     with errors_are_clear(home):
         home.mkdir(parents=True, exist_ok=True)
@@ -55,23 +60,36 @@ def join(
     link.note = output.say
     with bar("text") as progress:
         worker = Worker(link, token, home, wishes, output.say, progress)
-
-        asked = False
-
-        def leave(number: int, frame: FrameType | None) -> None:
-            nonlocal asked
-            if asked or worker.leaving.is_set():
-                os._exit(130)
-            asked = True  # before anything is said: the second one may come while it is
-            output.say("Leaving after this step; once more to leave at once.")
-            worker.leaving.set()
-            link.stop.set()
-
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, leave)
-        gave = worker.work()
-    moved = worker.traffic()
+        leave_when_told(worker)
+        try:
+            worker.work()
+        except BlockTrainError as error:
+            if worker.was_let_in:
+                output.result_beside(error, contribution(worker), THANKS)
+            raise
     link.close()
     os.close(held)
-    told = {**asdict(gave), "bytes_sent": moved.sent, "bytes_received": moved.received}
-    output.result(told, "What you gave; thank you")
+    output.result(contribution(worker), THANKS)
+
+
+def leave_when_told(worker: Worker) -> None:
+    """Ctrl+C leaves after the step under way, a second one at once."""
+    asked = False
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked or worker.leaving.is_set():
+            os._exit(130)
+        asked = True  # before anything is said: the second one may come while it is
+        worker.say("Leaving after this step; once more to leave at once.")
+        worker.leaving.set()
+        worker.link.stop.set()
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, leave)
+
+
+def contribution(worker: Worker) -> dict[str, Any]:
+    """What it gave in this life, and the bytes that it moved for the run in all."""
+    moved = worker.traffic()
+    return {**asdict(worker.gave), "bytes_sent": moved.sent, "bytes_received": moved.received}

@@ -20,6 +20,7 @@ from blocktrain.learning.noise import Noise
 from blocktrain.learning.objective import Task
 from blocktrain.learning.optimiser import Rates
 from blocktrain.services import picture
+from blocktrain.services.begin import Timing
 from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.lab import Lab, Watch, experiment
 from blocktrain.services.replay import replay as do_again
@@ -41,6 +42,9 @@ class RunFlags(Run):
     exchange: Annotated[Exchange, Parameter(name="*", group="Exchange")] = field(
         default_factory=Exchange
     )
+    config: Path | None = None
+    """A TOML file with the sections shape, task, noise, rates, averaging, pace, exchange, timing.
+    """
 
     @property
     def plain(self) -> Run:
@@ -60,8 +64,6 @@ class Place:
     """CPU threads per replica."""
     at_once: int | None = None
     """Replicas trained at the same time; as many as there are cores if not given."""
-    config: Path | None = None
-    """A TOML file with the sections shape, task, noise, rates, averaging, pace and exchange."""
     hardship: Annotated[Hardship, Parameter(name="*", group="Hardship")] = NONE
 
 
@@ -125,12 +127,15 @@ def repeat(path: Path, corpus: Corpus, out: Path, count: int, output: Output) ->
     """Does a network's work again; the exit code tells whether every digest came out the same."""
     with bar("rounds") as progress, device.threads(count), open_ledger(path) as opened:
         found = do_again(opened, corpus, out / "replay", progress)
-    output.result({**asdict(found), "same": not found.different}, "Done again")
-    if found.different:
-        raise Different(
-            f"{len(found.different)} digests are not those of the ledger, the first is "
-            f"{found.different[0]}; use the same machine and threads as its workers."
-        )
+    told, title = {**asdict(found), "same": not found.different}, "Done again"
+    if not found.different:
+        return output.result(told, title)
+    error = Different(
+        f"{len(found.different)} digests are not those of the ledger, the first is "
+        f"{found.different[0]}; use the same machine and threads as its workers."
+    )
+    output.result_beside(error, told, title)
+    raise error
 
 
 def spoken(row: dict[str, Any]) -> str:
@@ -141,9 +146,17 @@ def spoken(row: dict[str, Any]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Sections(Run):
+    """What may stand in a config file."""
+
+    timing: Timing = field(default_factory=Timing)
+
+
 def defaults_from(path: str) -> cyclopts.config.Dict:
     """The values of a config file, as defaults of the flags."""
-    config.load(Path(path), Run)  # refuses what does not fit, with the nearest known key
+    config.load(Path(path), Sections)  # refuses what does not fit, with the nearest known key
     sections = config.read(Path(path)).values()
     values = {key.replace("_", "-"): value for one in sections for key, value in one.items()}
-    return cyclopts.config.Dict(values, use_commands_as_keys=False, source=path)
+    # One file serves all commands: the lab waits for nobody, so it has no flags for timing.
+    return cyclopts.config.Dict(values, use_commands_as_keys=False, allow_unknown=True, source=path)

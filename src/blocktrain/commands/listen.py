@@ -1,15 +1,12 @@
-"""How a service listens: address, papers, log. For coordinators and gateways; imports no torch."""
+"""How a service listens: address, papers. For coordinators and gateways; imports no torch."""
 
-import logging
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
@@ -93,31 +90,3 @@ def serve(app: Starlette, sock: socket.socket, papers: Papers | None) -> None:
             ssl_keyfile=papers.key if papers else None,
         )
     ).run(sockets=[sock])
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """What a log collector reads."""
-        line: dict[str, Any] = {
-            "time": record.created,
-            "level": record.levelname.lower(),
-            "from": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
-
-
-def log_as(how: str) -> None:
-    """Sends the log to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonLines() if how == "json" else plain)
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # Machines get every event; people would have two lines for every update.
-    logging.getLogger("blocktrain.events").setLevel("DEBUG" if how == "json" else "INFO")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request of ours

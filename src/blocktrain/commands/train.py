@@ -1,7 +1,9 @@
 """blocktrain train: a whole run on this machine, over real HTTP, watched to its end."""
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +17,7 @@ from blocktrain.aggregation.folder import LEDGER
 from blocktrain.commands.lab import FLAGS, RunFlags
 from blocktrain.console import PLAIN, Out, bar, print_json
 from blocktrain.disk import errors_are_clear, write_atomically
-from blocktrain.errors import BadInput, BadRun, Unreachable
+from blocktrain.errors import BadInput, BadRun, NoBlob, Unreachable
 from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.device import choose, threads
 from blocktrain.learning.evaluate import evaluate
@@ -26,15 +28,31 @@ from blocktrain.services.begin import Settings, Timing, begin
 from blocktrain.services.embedded import Embedded, status
 from blocktrain.services.follow import Follower
 from blocktrain.services.lab import Lab, Watch, end_to_end_ce
-from blocktrain.wire.link import Link
 from blocktrain.wire.owner import Status
 
 NOTES = 10  # how often, in a whole run, CE of a sample is measured
 SETTINGS = "settings.json"
 LOOK = 0.5  # seconds between two looks at the run
+SOON = 2.0  # seconds to wait for the coordinator: while we wait, nobody starts it again
 PROMPT, SAMPLE = 64, 200  # bytes of the test split, and those that the model writes after them
-# A run on one machine knows its workers: nobody else comes, so a silent one is soon given up.
-TIMING = Timing(lease=15.0, grace=1.0)
+
+
+@dataclass(frozen=True)
+class Near(Timing):
+    """A run on one machine knows its workers: nobody else comes, and a silent one is given up."""
+
+    grace: float = 1.0
+    """How long a round waits for the others once it has its quorum."""
+    lease: float = 15.0
+    """A worker that is silent for this long loses its slot."""
+
+    @property
+    def plain(self) -> Timing:
+        """The same as any run keeps it."""
+        return Timing(**asdict(self))
+
+
+TIMING = Near()
 
 
 @dataclass(frozen=True)
@@ -61,7 +79,7 @@ def train(
     out: Path | None = None,
     resume: Path | None = None,
     run: Annotated[RunFlags, Parameter(name="*")] = FLAGS,
-    timing: Annotated[Timing, Parameter(name="*", group="Timing")] = TIMING,
+    timing: Annotated[Near, Parameter(name="*", group="Timing")] = TIMING,
     here: Annotated[Here, Parameter(name="*")] = HERE,
     output: Out = PLAIN,
 ) -> None:
@@ -80,7 +98,7 @@ def train(
     if (out is None) == (resume is None):
         raise BadInput("Give --out for a new run, or --resume with the folder of an old one.")
     folder = out or resume or Path()
-    wanted = Begun(Settings(folder.resolve().name, run.plain, timing), here.data)
+    wanted = Begun(Settings(folder.resolve().name, run.plain, timing.plain), here.data)
     begun = kept_settings(folder, wanted, resume is not None)
     with bar(f"opening {begun.data}") as progress:
         corpus = open_corpus(begun.data, progress)
@@ -143,26 +161,28 @@ def watch(crew: Embedded, corpus: Corpus, out: Path, output: Out) -> dict[str, A
     began = time.monotonic()
     with crew.up() as link:
         output.say(f"dashboard at {crew.url}, logs in {out / 'logs'}")
-        follower = Follower(link, out / "fetched")
+        link.patience = SOON
+        follower, outlook = Follower(link, out / "fetched"), Outlook()
         history = History(out / "history.jsonl")
         with Live(console=console.people, transient=True, auto_refresh=False) as live:
             while True:
                 for name in crew.look_after():
                     output.say(f"{name} died and was started again; {out / 'logs'} says why")
-                now = looked(link)
-                if now is not None:
+                # A coordinator may die under any of these questions: the next look starts it
+                # again, and what was not answered is asked again.
+                with suppress(Unreachable, NoBlob):
+                    now = status(link)
+                    left = outlook.left(now, time.monotonic())
                     if console.people.is_terminal:
-                        live.update(table(now), refresh=True)
-                    closed = min(block.round - (block.phase != "finished") for block in now.blocks)
-                    if history.is_due(closed, now.rounds):
+                        live.update(table(now, left), refresh=True)
+                    if history.is_due(closed_rounds(now), now.rounds):
                         with threads(1):  # the workers have the rest
                             history.add(follower.measure(corpus), output)
                     if now.state == "ended":
+                        settings, model = follower.assemble(*follower.checkpoint())
+                        now = status(link)
                         break
                 time.sleep(LOOK)
-        charter, found = follower.checkpoint()
-        settings, model = follower.assemble(charter, found)
-        now = status(link)
     save_model(model, out, {"run": asdict(settings), "data": corpus.name, "corpus": corpus.digest})
     with bar("test split") as progress:
         score = evaluate(model, corpus.test, progress)
@@ -189,15 +209,6 @@ def sample(model: Model, corpus: Corpus) -> str:
 def readable_text(text: str) -> str:
     """Text that a terminal only shows: a model may write anything."""
     return "".join(c if c.isprintable() else " " for c in text)
-
-
-def looked(link: Link) -> Status | None:
-    """How the run is doing; None while the coordinator is being started again."""
-    try:
-        link.patience = 2.0
-        return status(link)
-    except Unreachable:
-        return None
 
 
 @dataclass
@@ -227,16 +238,42 @@ class History:
         )
 
 
-def table(now: Status) -> Table:
-    """The run at a glance."""
+def closed_rounds(now: Status) -> int:
+    """Rounds that every block has behind it."""
+    return min(block.round - (block.phase != "finished") for block in now.blocks)
+
+
+@dataclass
+class Outlook:
+    """How long the rest takes, at this start's pace: earlier starts and pauses tell nothing."""
+
+    first: int | None = None
+    """Rounds that were closed at the first look."""
+    seconds: float = 0.0
+    """That passed since then without a pause."""
+    last: float = 0.0
+    """When we looked last."""
+
+    def left(self, now: Status, at: float) -> float | None:
+        """Seconds; None until a round was closed under our eyes."""
+        closed = closed_rounds(now)
+        if self.first is None:
+            self.first = closed
+        elif now.state != "paused":
+            self.seconds += at - self.last
+        self.last = at
+        done = closed - self.first
+        return self.seconds / done * (now.rounds - closed) if done else None
+
+
+def table(now: Status, left: float | None) -> Table:
+    """The run at a glance; `left` are the seconds it still takes, if that is known."""
     newest = f"CE {now.curve[-1].ce:.4f}" if now.curve else "CE not measured yet"
-    done = min(block.round for block in now.blocks)
-    left = now.age / max(1, done) * (now.rounds - done) if done else None
     shown = Table(
         "block", "round", "phase", "updates", "deadline", "taken", "late", "refused",
         title=f"{newest}, {now.bytes_moved / 1e6:.1f} MB moved, "
         f"{sum(worker.here for worker in now.workers)} workers, "
-        + ("time left unknown" if left is None else f"about {left / 60:.0f} min left"),
+        + ("time left unknown" if left is None else f"about {ceil(left / 60)} min left"),
         title_justify="left",
     )  # fmt: skip
     for block in now.blocks:

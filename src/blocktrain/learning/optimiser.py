@@ -5,7 +5,7 @@ times slower than float32, and its state has no names to take a digest of.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +63,7 @@ class Optimiser:
         self.matrices: dict[str, nn.Parameter] = {}
         self.others: dict[str, nn.Parameter] = {}
         for name, parameter in block.named_parameters():
-            muon = parameter.ndim == 2 and any(part in name for part in MUON_PARTS)
-            (self.matrices if muon else self.others)[name] = parameter
+            (self.matrices if is_matrix(name, parameter.shape) else self.others)[name] = parameter
         self.momenta = {
             name: take(state, f"momentum.{name}", p.data) for name, p in self.matrices.items()
         }
@@ -110,6 +109,22 @@ class Optimiser:
             for key, value in self.adamw.state[parameter].items():
                 state[f"{key}.{name}"] = value.cpu()
         return state
+
+
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon steps this parameter, not AdamW."""
+    return len(shape) == 2 and any(part in name for part in MUON_PARTS)
+
+
+def state_shapes(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the state that belongs to such parameters."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameters.items():
+        if is_matrix(name, shape):
+            shapes[f"momentum.{name}"] = shape
+        else:
+            shapes |= {f"step.{name}": (), f"exp_avg.{name}": shape, f"exp_avg_sq.{name}": shape}
+    return shapes
 
 
 def take(state: dict[str, Tensor], name: str, like: Tensor) -> Tensor:

@@ -17,13 +17,13 @@ from typing import Literal
 from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.combine import follow
 from blocktrain.disk import errors_are_clear
-from blocktrain.errors import BadInput, CannotSave, NoBlob
+from blocktrain.errors import BadInput, NoBlob
+from blocktrain.services.room import KEPT, Room
 from blocktrain.terms import Digest, Parameters
 from blocktrain.wire import tensors
 from blocktrain.wire.link import Link
 from blocktrain.wire.messages import Version, Versions
 
-KEPT = 2  # versions of each block: rounds of different blocks may build on two
 Kind = Literal["snapshot", "steady"]
 
 
@@ -36,8 +36,8 @@ class Holdings:
     charter: Charter
     first: Callable[[int], Parameters]
     """Makes a block of round 0 as the run's seed does."""
-    most: int | None = None
-    """Bytes that may lie here."""
+    room: Room
+    """Where everything of this run lies, and how much that may be."""
     trusted: set[Path] = field(default_factory=set)
 
     def snapshot(self, version: Version) -> Parameters:
@@ -54,7 +54,6 @@ class Holdings:
         path = self.path(version, kind)
         if not self.good(path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.make_room(version.block)
             if not self.make_first(version) and not self.follow_to(version):
                 for each in ("snapshot", "steady"):  # with both, the next round is a delta away
                     self.fetch(version, each)
@@ -117,6 +116,7 @@ class Holdings:
         shapes, codec = self.charter.shapes(version.block), self.charter.codec
         part = self.folder / f"{version.block}-delta-{version.delta}"
         size = self.charter.update_size(version.block)
+        self.room.claim(size, f"A delta of block {version.block + 1}")
         self.link.fetch(f"v1/blobs/{version.delta}", version.delta, part, size)
         try:
             delta = tensors.Body(part.read_bytes(), codec, shapes)
@@ -128,7 +128,10 @@ class Holdings:
             delta.read,
             self.charter.averaging,
         )
-        return self.keep(version, tensors.encode(snapshot, "fp32"), tensors.encode(steady, "fp32"))
+        bodies = [tensors.encode(values, "fp32") for values in (snapshot, steady)]
+        kept = self.keep(version, *bodies)
+        self.forget_older(version)  # now: a long way must not fill the disk
+        return kept
 
     def read(self, version: Version, kind: Kind) -> Parameters:
         """A body that is here, mapped."""
@@ -142,6 +145,7 @@ class Holdings:
         for kind, body in bodies.items():
             if hashlib.sha256(body).hexdigest() != getattr(version, kind):
                 return False
+        self.room.claim(len(snapshot) + len(steady), f"Block {version.block + 1}")
         for kind, body in bodies.items():
             path = self.path(version, kind)
             part = path.with_name(f"{path.name}.part")
@@ -156,6 +160,9 @@ class Holdings:
         digest: Digest = getattr(version, kind)
         path = self.path(version, kind)
         size = self.charter.snapshot_size(version.block)
+        part = path.with_name(f"{path.name}.part")
+        there = part.stat().st_size if part.exists() else 0
+        self.room.claim(size - there, f"Block {version.block + 1}")
         self.link.fetch(f"v1/blobs/{digest}", digest, path, size)
         self.trusted.add(path)
 
@@ -178,18 +185,6 @@ class Holdings:
             if int(path.name.split("-")[1]) <= version.round - KEPT:
                 path.unlink(missing_ok=True)
                 self.trusted.discard(path)
-
-    def make_room(self, block: int) -> None:
-        """Refuses to take more of the disk than was allowed."""
-        if self.most is None:
-            return
-        used = sum(path.stat().st_size for path in self.folder.parent.rglob("*") if path.is_file())
-        needed = 2 * self.charter.snapshot_size(block) + self.charter.update_size(block)
-        if used + needed > self.most:
-            raise CannotSave(
-                f"Block {block + 1} needs {needed:,} bytes more, and {used:,} of the {self.most:,} "
-                "you allow are used; allow more with --max-disk or choose another --block."
-            )
 
 
 def refuse_unknown(blocks: list[int], charter: Charter) -> None:

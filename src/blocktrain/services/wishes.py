@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.aggregation.charter import Charter
-from blocktrain.errors import BadInput
+from blocktrain.errors import BadInput, CannotSave
 from blocktrain.learning.objective import Recipe, watched
 from blocktrain.services.holdings import refuse_unknown
+from blocktrain.services.room import takes
 from blocktrain.wire.throttle import Limits
 
 COPIES = 6  # of a block in memory while it trains: values, gradients, two of the optimiser, change
 SPARE = 300 * 2**20  # bytes for activations and the rest
-PATIENT = 60.0  # seconds that a round's downloads may take before a block is too much for a link
+PATIENT = 60.0  # seconds of a round's downloads, or uploads, beyond which a link is too slow
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Wishes:
     max_download: float | None = None
     """Bytes a second."""
     max_traffic: int | None = None
-    """Bytes in all, both directions; then the worker leaves."""
+    """Bytes in all, both directions, in every life of its --folder; then the worker leaves."""
     max_disk: int | None = None
-    """Bytes that this run may take of the disk."""
+    """Bytes that this run may take of the disk: blocks, optimiser, updates, a text it serves. A
+    text with a public name lies in the cache, which all runs share, and does not count."""
     turns: Path | None = None
     """A folder shared by workers of one machine: as many compute at once as it has files."""
 
@@ -45,8 +47,13 @@ class Wishes:
         return Limits(self.max_upload, self.max_download, self.max_traffic)
 
 
-def fitting(wishes: Wishes, charter: Charter, recipe: Recipe, memory: int) -> list[int] | None:
-    """The blocks that this machine and this link can train; None is any."""
+def fitting(
+    wishes: Wishes, charter: Charter, recipe: Recipe, memory: int, rate: float | None = None
+) -> list[int] | None:
+    """The blocks that this machine and this link can train; None is any.
+
+    `rate` is how fast the link was found to be, in bytes a second, for whoever set no limit.
+    """
     if wishes.block is not None:
         wanted = [wishes.block - 1]
         refuse_unknown(wanted, charter)
@@ -58,11 +65,38 @@ def fitting(wishes: Wishes, charter: Charter, recipe: Recipe, memory: int) -> li
             f"A block of this run needs {needs(0, charter) >> 20} MiB of memory, and "
             f"{memory >> 20} are free; close something, or join another run."
         )
-    if (rate := wishes.max_download) is not None:
-        fits = [block for block in fits if downloads(block, charter, recipe) < rate * PATIENT]
-        if not fits:
-            raise BadInput("--max-download is too little for any block; allow more.")
+    fetched = {block: downloads(block, charter, recipe) for block in fits}
+    if wishes.max_download is not None:
+        fits = [block for block in fits if fetched[block] < wishes.max_download * PATIENT]
+    elif rate is not None:  # a slow link is no reason to leave: the least is better than nothing
+        most = max(rate * PATIENT, min(fetched.values()))
+        fits = [block for block in fits if fetched[block] <= most]
+    if not fits:
+        raise BadInput("--max-download is too little for any block; allow more.")
+    if (upload := wishes.max_upload) is not None:
+        fits = [block for block in fits if charter.update_size(block) < upload * PATIENT]
+    if not fits:
+        raise BadInput("--max-upload is too little for any block; allow more.")
+    if wishes.max_disk is not None:
+        text = sum(length for length, _ in charter.splits)
+        served = charter.corpus_served and wishes.data is None
+        fits = within(wishes.max_disk - served * text, fits, charter, recipe)
     return None if len(fits) == len(every) else fits
+
+
+def within(disk: int, blocks: list[int], charter: Charter, recipe: Recipe) -> list[int]:
+    """Those of the blocks, the small ones first, that all fit on the disk together."""
+    fits: list[int] = []
+    for block in sorted(blocks, key=lambda each: takes([each], charter, recipe)):
+        if takes([*fits, block], charter, recipe) <= disk:
+            fits.append(block)
+    if not fits:
+        least = min(takes([block], charter, recipe) for block in blocks)
+        raise CannotSave(
+            f"A block of this run takes {least:,} bytes of the disk, and {max(0, disk):,} of those "
+            "you allow are left for it; allow more with --max-disk."
+        )
+    return sorted(fits)
 
 
 def needs(block: int, charter: Charter) -> int:

@@ -1,6 +1,7 @@
 """The worker: fetch a block, train it, submit the update, go on. Outbound HTTP only.
 
 FOLDER/key.pem        who this worker is
+FOLDER/traffic.json   bytes moved where nobody let it in
 FOLDER/RUN/blocks/    versions of blocks (services/holdings.py)
 FOLDER/RUN/           what it remembers of a run (services/memory.py)
 """
@@ -11,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,30 +20,27 @@ import numpy as np
 import torch
 
 from blocktrain.aggregation.versions import signed_by
-from blocktrain.errors import BadCorpus, BadInput, BlockTrainError, NoBlob, NotAllowed
+from blocktrain.errors import BadInput, BlockTrainError, NoBlob, NotAllowed
 from blocktrain.learning import device
-from blocktrain.learning.data import (
-    SPLITS,
-    Corpus,
-    Cursor,
-    Rows,
-    batches,
-    open_corpus,
-    open_splits,
-)
+from blocktrain.learning.data import Cursor, Rows, batches
 from blocktrain.learning.local import Start, Update, parameters_of, train_locally
 from blocktrain.learning.model import new_block
 from blocktrain.learning.objective import Loader, objective_for, watched
 from blocktrain.services import cores, membership
 from blocktrain.services.assigned import loaders_of, run_of, work_of
 from blocktrain.services.holdings import Holdings
-from blocktrain.services.memory import Memory, Notebook
+from blocktrain.services.memory import Memory, Notebook, spent
+from blocktrain.services.room import Room, state_size
+from blocktrain.services.text import text_of
 from blocktrain.services.wishes import Wishes, fitting
 from blocktrain.terms import Digest, Progress, silent
 from blocktrain.wire import messages, signing, tensors
 from blocktrain.wire.link import Link
 from blocktrain.wire.messages import Assignment, Finished, Receipt, Traffic, Wait
 from blocktrain.wire.signing import Key, load_or_make_key
+from blocktrain.wire.throttle import Moved
+
+TELLING = 2**20  # bytes: the time that fewer take tells the delay of a link, not its rate
 
 
 @dataclass
@@ -75,8 +74,10 @@ class Worker:
         self.leaving = threading.Event()
         self.gave = Gave()
         self.pace: float | None = None
+        self.rate: float | None = None
         self.where = device.choose(wishes.device)
         self.moved_before: Traffic | None = None
+        link.meter.before = spent(folder)
         if wishes.threads is not None:
             torch.set_num_threads(wishes.threads)
 
@@ -94,53 +95,54 @@ class Worker:
         self.notebook = Notebook(self.folder)
         if self.moved_before is None:  # else let in again: the file has this life's bytes too
             self.moved_before = self.notebook.traffic()
-        self.corpus = self.text()
+        self.room = Room(self.folder, self.wishes.max_disk)
+        self.free = who.memory
+        self.choose_blocks()  # before anything large is fetched: perhaps none fits
+        with self.clocked():
+            self.corpus = text_of(
+                self.charter, self.wishes.data, self.link, self.room, self.progress
+            )
         self.holdings = Holdings(
             self.folder / "blocks",
             self.link,
             self.charter,
             lambda block: parameters_of(new_block(self.run.shape, block, self.run.pace.seed)),
-            self.wishes.max_disk,
+            self.room,
         )
-        self.blocks = fitting(self.wishes, self.charter, self.run.recipe, who.memory)
 
-    def text(self) -> Corpus:
-        """The run's text: by its name, from a file of the volunteer's, or from the coordinator."""
-        name = self.wishes.data or self.charter.data
-        if self.wishes.data is None and self.charter.corpus_served:
-            corpus = self.served_text()
-        else:
-            corpus = open_corpus(name)
-        if corpus.digest != self.charter.corpus:
-            raise BadCorpus(
-                f"'{name}' is not the text of this run (digest {corpus.digest[:16]}, not "
-                f"{self.charter.corpus[:16]}); give the right one with --data."
-            )
-        return corpus
+    @property
+    def was_let_in(self) -> bool:
+        """Whether the coordinator ever took the token, and so the folder knows the run."""
+        return self.moved_before is not None
 
-    def served_text(self) -> Corpus:
-        """Fetches what is not here yet of a private text."""
-        folder = self.folder / "corpus"
-        folder.mkdir(exist_ok=True)
-        for name, (length, digest) in zip(SPLITS, self.charter.splits, strict=True):
-            if not (folder / name).is_file():
-                self.link.fetch(f"v1/corpus/{name}", digest, folder / name, length, self.progress)
-        return open_splits(self.charter.data, folder)
+    def choose_blocks(self) -> None:
+        """Which ones to ask for, by what is known of this machine and its link."""
+        self.blocks = fitting(self.wishes, self.charter, self.run.recipe, self.free, self.rate)
+
+    @contextmanager
+    def clocked(self) -> Iterator[None]:
+        """Learns from the first large download how fast the link is."""
+        before, began = self.link.moved.received, time.monotonic()
+        yield
+        received = self.link.moved.received - before
+        if self.rate is None and received >= TELLING:
+            self.rate = received / (time.monotonic() - began)
+            self.choose_blocks()
 
     # --- working ----------------------------------------------------------------------------------
 
     def work(self) -> Gave:
         """Rounds until the run is over or somebody says stop."""
-        self.join()
-        beat = threading.Thread(target=self.beat, name="heartbeat", daemon=True)
-        beat.start()
         try:
+            self.join()
+            threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
             while not self.leaving.is_set() and self.turn():
                 pass
+            self.leaving.set()
+            self.leave()
         finally:
             self.leaving.set()
-            self.notebook.keep_traffic(self.traffic())
-        self.leave()
+            self.keep_traffic()
         return self.gave
 
     def turn(self) -> bool:
@@ -167,8 +169,10 @@ class Worker:
     def train(self, assignment: Assignment) -> None:
         """Local steps on the assigned block; the update is on the disk when this returns."""
         block = assignment.block
-        snapshot = self.holdings.snapshot(assignment.base)
-        loaders = self.neighbours(assignment)
+        with self.clocked():
+            snapshot = self.holdings.snapshot(assignment.base)
+            loaders = self.neighbours(assignment)
+        self.room.claim(state_size(block, self.charter), f"Training of block {block + 1}")
         memory = self.notebook.recall(block)
         with cores.turn(self.wishes.turns, self.leaving.is_set):
             began = time.monotonic()
@@ -251,7 +255,7 @@ class Worker:
             self.gave.bytes_trained += update.bytes_trained
             self.gave.seconds += update.seconds
             self.notebook.taken(update.block)
-        self.notebook.keep_traffic(self.traffic())
+        self.keep_traffic()
         self.say(
             f"block {update.block + 1}, round {update.round}: {update.steps} steps in "
             f"{update.seconds:.1f} s, loss {update.loss:.4f}: {receipt.verdict} {receipt.why}"
@@ -288,10 +292,21 @@ class Worker:
         except BlockTrainError:
             return
 
+    def keep_traffic(self) -> None:
+        """For the next life. Before anybody let us in, the bytes are of no run."""
+        if self.was_let_in:
+            return self.notebook.keep_traffic(self.traffic())
+        nowhere = Notebook(self.root)
+        nowhere.keep_traffic(plus(nowhere.traffic(), self.link.moved))
+
     def traffic(self) -> Traffic:
         """Bytes moved in this run, in this life and those before."""
-        moved, before = self.link.moved, self.moved_before or Traffic()
-        return Traffic(before.sent + moved.sent, before.received + moved.received)
+        return plus(self.moved_before or Traffic(), self.link.moved)
+
+
+def plus(before: Traffic, moved: Moved) -> Traffic:
+    """Bytes of former lives and of this one."""
+    return Traffic(before.sent + moved.sent, before.received + moved.received)
 
 
 def is_finite(update: Update) -> bool:

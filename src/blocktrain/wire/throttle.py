@@ -86,6 +86,7 @@ class Meter:
         self.upload, self.download = Pace(limits.upload), Pace(limits.download)
         self.lock = threading.Lock()
         self.moved = Moved()
+        self.before = 0  # bytes of former links that count for the limit
 
     def count(self, sent: int = 0, received: int = 0) -> None:
         """Adds to what was moved. What is to be sent is counted before, so the limit holds."""
@@ -107,7 +108,7 @@ class Meter:
         """Bytes that may still be moved; None is any number."""
         if self.traffic is None:
             return None
-        return self.traffic - self.moved.sent - self.moved.received
+        return self.traffic - self.before - self.moved.sent - self.moved.received
 
 
 class Backend(httpcore.NetworkBackend):
