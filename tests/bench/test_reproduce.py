@@ -319,7 +319,7 @@ def test_pictures_are_drawn_from_what_is_measured_only(tmp_path: Path) -> None:
         assert name in drawn(told(TINY, tmp_path, tmp_path))
     published(TINY, tmp_path, tmp_path / "docs")
     assert names() == {CURVES, FRONTIER, STALENESS, CUTS}
-    published(replace(TINY, part=1), tmp_path, tmp_path / "docs")
+    published(replace(TINY, part=1, trial=1), tmp_path, tmp_path / "docs")
     assert names() == set()  # other settings: nothing of this is measured
 
 

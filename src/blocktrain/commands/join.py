@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -58,7 +59,7 @@ def join(
     trusted = trust_by_fingerprint(url, fingerprint) if fingerprint else None
     link = Link(url, wishes.limits, trusted)
     link.note = output.say
-    with bar("text") as progress:
+    with closing(link), bar("text") as progress:
         worker = Worker(link, token, home, wishes, output.say, progress)
         leave_when_told(worker)
         try:
@@ -67,8 +68,8 @@ def join(
             if worker.was_let_in:
                 output.result_beside(error, contribution(worker), THANKS)
             raise
-    link.close()
-    os.close(held)
+        finally:
+            os.close(held)
     output.result(contribution(worker), THANKS)
 
 
