@@ -13,7 +13,7 @@ run: $(VENV)/.ready  ## train the default model on WikiText-2, measure it, let i
 
 test: $(VENV)/.ready-dev  ## every test of the ordinary suite
 	sh tests/system.sh
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 check: $(VENV)/.ready-dev  ## what pre-commit and CI check besides the tests
 	$(BIN)/ruff check .
