@@ -36,7 +36,7 @@ def test_exact_beats_its_baselines_over_a_wan() -> None:
 
 
 def test_a_killed_stage_costs_little_beyond_the_lost_work() -> None:
-    found = last_line("bench", "failover", "--whole-model", str(RUNS / "whole"), "--json")
+    found = last_line("bench", "failover", "--json")
     assert (found["rtt_ms"], found["same_text"]) == (100, True)
     killed = {(row["mode"], row["stage"]): row for row in found["rows"] if row["how"] == "killed"}
     assert {*killed} == {(mode, n) for mode in ("ar", "exact", "whole") for n in (1, 2, 3)}

@@ -1,6 +1,5 @@
 """A run that is kept for longer than its blobs are: what is pruned, backed up, and logged."""
 
-import hashlib
 import itertools
 import threading
 import time
@@ -10,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tests.chaos.light import NOTHING, begin_light, quick, signed
+from tests.chaos.light import NOTHING, begin_light, quick, signed, untrained
 
 from blocktrain.aggregation import backup, keeper
 from blocktrain.aggregation.combine import Averaging
@@ -22,7 +20,7 @@ from blocktrain.aggregation.keeper import Keeper
 from blocktrain.aggregation.ledger import WorkerId, hash_of_token
 from blocktrain.aggregation.retention import BEYOND
 from blocktrain.errors import NoBlob
-from blocktrain.wire import messages, tensors
+from blocktrain.wire import messages
 from blocktrain.wire.messages import Assignment, Receipt, Signed, Traffic, Update
 from blocktrain.wire.signing import Key, new_key
 
@@ -60,29 +58,9 @@ class Hand:
 
     def train(self, task: Assignment, **lies: Any) -> Receipt:
         """Sends something for the assignment, again if its tensors were pruned meanwhile."""
-        luck = np.random.default_rng([task.block, task.round, task.slot])
-        shapes, codec = self.keeper.charter.shapes(task.block), self.keeper.charter.codec
-        change = {
-            name: luck.normal(size=shape, scale=0.05).astype(np.float32)
-            for name, shape in shapes.items()
-        }
-        body = tensors.encode(change, codec)
-        told: dict[str, Any] = {
-            "worker": self.key.id,
-            "run": self.keeper.run,
-            "block": task.block,
-            "round": task.round,
-            "slot": task.slot,
-            "base": task.base.snapshot,
-            "blob": hashlib.sha256(body).hexdigest(),
-            "steps": task.steps,
-            "bytes_trained": task.steps * self.keeper.charter.rules.bytes_per_step,
-            "seconds": 0.001,
-            "loss": 1.0,
-            "optimiser_before": NOTHING,
-            "optimiser_after": NOTHING,
-        }
-        update = Update(**{**told, **lies})
+        told, body = untrained(task, self.keeper.charter)
+        facts = {"worker": self.key.id, "run": self.keeper.run, "seconds": 0.001}
+        update = Update(**{**told, **facts, **lies})
         while True:
             self.keeper.store.put([body], limit=len(body))
             try:

@@ -158,29 +158,10 @@ class Light:
 
     def make(self, task: Assignment, luck: int = 0, **lies: Any) -> Made:
         """An update for an assignment. Another luck makes other tensors; lies replace fields."""
-        shapes = self.charter.shapes(task.block)
-        numbers = np.random.default_rng([task.block, task.round, task.slot, luck])
-        change = {
-            name: numbers.normal(size=shape, scale=0.05).astype(np.float32)
-            for name, shape in shapes.items()
-        }
-        body = tensors.encode(change, self.charter.codec)
-        told: dict[str, Any] = {
-            "worker": self.key.id,
-            "run": self.run_id,
-            "block": task.block,
-            "round": task.round,
-            "slot": task.slot,
-            "base": task.base.snapshot,
-            "blob": hashlib.sha256(body).hexdigest(),
-            "steps": task.steps,
-            "bytes_trained": task.steps * self.charter.rules.bytes_per_step,
-            "seconds": max(1e-3, task.steps * self.seconds_per_step),
-            "loss": 1.0,
-            "optimiser_before": NOTHING,
-            "optimiser_after": NOTHING,
-        }
-        return Made(signed(self.key, Update(**{**told, **lies}), "update"), body)
+        seconds = max(1e-3, task.steps * self.seconds_per_step)
+        told, body = untrained(task, self.charter, luck)
+        facts = {"worker": self.key.id, "run": self.run_id, "seconds": seconds}
+        return Made(signed(self.key, Update(**{**told, **facts, **lies}), "update"), body)
 
     def put(self, made: Made) -> None:
         """Sends the tensors."""
@@ -219,6 +200,30 @@ class Light:
                 case Finished():
                     break
         return count
+
+
+def untrained(task: Assignment, charter: Charter, luck: int = 0) -> tuple[dict[str, Any], bytes]:
+    """The facts of an update for an assignment, all but whose it is and how long it took; and its
+    tensors, which follow from the assignment and the luck."""
+    numbers = np.random.default_rng([task.block, task.round, task.slot, luck])
+    change = {
+        name: numbers.normal(size=shape, scale=0.05).astype(np.float32)
+        for name, shape in charter.shapes(task.block).items()
+    }
+    body = tensors.encode(change, charter.codec)
+    told = {
+        "block": task.block,
+        "round": task.round,
+        "slot": task.slot,
+        "base": task.base.snapshot,
+        "blob": hashlib.sha256(body).hexdigest(),
+        "steps": task.steps,
+        "bytes_trained": task.steps * charter.rules.bytes_per_step,
+        "loss": 1.0,
+        "optimiser_before": NOTHING,
+        "optimiser_after": NOTHING,
+    }
+    return told, body
 
 
 def signed(key: Key, message: messages.Message, purpose: str) -> Signed:

@@ -264,8 +264,10 @@ def test_a_stage_that_comes_within_the_patience_is_waited_for(network: Network) 
         async with network.pipeline(board) as pipeline, network.serving((0, 2)) as [stage]:
             asking = asyncio.create_task(pipeline.session("fp32"))
             await asyncio.sleep(0.5)
+            assert not asking.done()
             board.put(stage)
-            await write(await asking, 2)
+            text, _ = await write(await asking, 2)
+            assert len(text) == 2
 
     run(test)
 

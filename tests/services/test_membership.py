@@ -202,6 +202,16 @@ def test_stages_are_seen_by_members_until_they_leave(
     assert [each.place.stage for each in ann.stages()] == [ann.id]
 
 
+def send_away(place: Place, ann: Membership, gone: str) -> None:
+    """The owner bans her, or revokes the token that she, the first one, came with."""
+    link = place.link()
+    if gone == "banned":
+        link.say("v1/ban", owner.Ban(ann.id), messages.Done)
+    else:
+        token = link.ask("v1/tokens", owner.Tokens).tokens[1]
+        link.say("v1/tokens/revoke", owner.Revoke(token.hash), messages.Done)
+
+
 @pytest.mark.parametrize("gone", ["banned", "revoked"])
 def test_a_stage_whose_owner_is_sent_away_is_gone(
     coordinate: Coordinate, tmp_path: Path, gone: str
@@ -210,12 +220,7 @@ def test_a_stage_whose_owner_is_sent_away_is_gone(
     ann, bob = (member(place, tmp_path / name) for name in ("ann", "bob"))
     ann.announce(announcement(ann.id))
     bob.announce(announcement(bob.id))
-    link = place.link()
-    if gone == "banned":
-        link.say("v1/ban", owner.Ban(ann.id), messages.Done)
-    else:
-        token = link.ask("v1/tokens", owner.Tokens).tokens[1]
-        link.say("v1/tokens/revoke", owner.Revoke(token.hash), messages.Done)
+    send_away(place, ann, gone)
     assert [each.place.stage for each in bob.stages()] == [bob.id]
 
 
@@ -226,12 +231,7 @@ def test_members_learn_who_is_one_no_more(
     place = coordinate()
     ann, bob = (member(place, tmp_path / name) for name in ("ann", "bob"))
     assert bob.banned() == []
-    link = place.link()
-    if gone == "banned":
-        link.say("v1/ban", owner.Ban(ann.id), messages.Done)
-    else:
-        token = link.ask("v1/tokens", owner.Tokens).tokens[1]
-        link.say("v1/tokens/revoke", owner.Revoke(token.hash), messages.Done)
+    send_away(place, ann, gone)
     assert bob.banned() == [ann.id]
     with pytest.raises(NotAllowed):
         ann.banned()

@@ -21,8 +21,6 @@ time of a fresh traversal with half of the text less that of a traversal with on
 of three. A `whole` traversal carries all it needs: there `again` is 0.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,13 +30,12 @@ from typing import Any
 
 import msgspec
 
-from blocktrain import config
 from blocktrain.bench.failover_driver import Due, How, Hurt, Order, Plain
 from blocktrain.bench.hosts import Host, Wan, hosts
 from blocktrain.bench.staged import Post, Posted, stage_at, up
-from blocktrain.bench.wan import Models
+from blocktrain.bench.wan import Models, asking
 from blocktrain.bench.wan_driver import Job
-from blocktrain.errors import BadInput, BadRun
+from blocktrain.errors import BadInput
 from blocktrain.inference.layout import equal_parts
 from blocktrain.inference.plan import Mode
 from blocktrain.learning.files import read_manifest
@@ -54,8 +51,8 @@ SHOWN = {
     "stage": "stage",
     "how": "how",
     "same text": "same_text",
-    "undisturbed s": "undisturbed_s",
     "delay s": "delay_s",
+    "stalled s": "stalled_s",
     "lost s": "lost_s",
     "extra s": "extra_s",
 }
@@ -95,7 +92,7 @@ def measure(trial: Trial, models: Models, folder: Path, say: Say) -> list[dict[s
     """A row for every text in whose middle a stage ended."""
     rows = []
     for model in dict.fromkeys(models.folders):  # one may be for all modes
-        modes = [mode for mode in trial.modes if folder_for(mode, models) == model]
+        modes = [mode for mode in trial.modes if models.folder_for(mode) == model]
         jobs = [job_of(mode, trial, models) for mode in modes]
         undisturbed: dict[Job, Plain] = {}
         for told in over(trial, model, jobs, models.prompts[0], folder) if jobs else ():
@@ -104,13 +101,8 @@ def measure(trial: Trial, models: Models, folder: Path, say: Say) -> list[dict[s
                 say(f"{told.job.mode}: {told.seconds:.1f} s undisturbed")
             else:
                 rows.append(row(undisturbed[told.case.job], told))
-                say(f"  stage {rows[-1]['stage']} {told.case.how}: {rows[-1]['delay_s']:.2f} s")
+                say(f"  stage {rows[-1]['stage']} {told.case.how}: {rows[-1]['stalled_s']:.2f} s")
     return rows
-
-
-def folder_for(mode: Mode, models: Models) -> Path | None:
-    """The model that texts of this mode are made with, if there is one."""
-    return models.whole if mode == "whole" else models.model
 
 
 def job_of(mode: Mode, trial: Trial, models: Models) -> Job:
@@ -183,38 +175,26 @@ def over(
 
 def driven(host: Host, order: Order, crew: dict[str, Posted], log: Path) -> Iterator[Plain | Hurt]:
     """Whoever asks, from its first text to its last; ends stages when it says so."""
-    with log.open("wb") as errors:
-        process = host.start(
-            [sys.executable, "-m", DRIVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=config.environment(),
-        )
-    assert process.stdin
-    assert process.stdout
-    process.stdin.write(msgspec.json.encode(order) + b"\n")
-    process.stdin.flush()
-    cases = [case for job in order.jobs for case in order.cases(job)]
-    ended: Posted | None = None
-    for line in process.stdout:
-        told = msgspec.json.decode(line, type=Plain | Due | Hurt)
-        if isinstance(told, Due):
-            ended = crew[told.stage]
-            ended.stop(SIGNALS[cases[0].how])
-            continue
-        yield told
-        if isinstance(told, Hurt):
-            cases.pop(0)
-            assert ended
-            assert ended.process
-            ended.process.kill()  # where it was only stopped
-            ended.process.wait()
-            if cases:
-                ended.start()
-                ended.first_line("stage")
-            process.stdin.write(b"go on\n")
-            process.stdin.flush()
-    if process.wait() != 0:
-        words = log.read_text(errors="replace").strip().splitlines() or ["without a word"]
-        raise BadRun(f"Asking over the WAN ended ({words[-1][:300]}); run the same command again.")
+    with asking(host, DRIVER, log) as (hears, says):
+        hears.write(msgspec.json.encode(order) + b"\n")
+        hears.flush()
+        cases = [case for job in order.jobs for case in order.cases(job)]
+        ended: Posted | None = None
+        for line in says:
+            told = msgspec.json.decode(line, type=Plain | Due | Hurt)
+            if isinstance(told, Due):
+                ended = crew[told.stage]
+                ended.stop(SIGNALS[cases[0].how])
+                continue
+            yield told
+            if isinstance(told, Hurt):
+                cases.pop(0)
+                assert ended
+                assert ended.process
+                ended.process.kill()  # where it was only stopped
+                ended.process.wait()
+                if cases:
+                    ended.start()
+                    ended.first_line("stage")
+                hears.write(b"go on\n")
+                hears.flush()

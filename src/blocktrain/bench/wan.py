@@ -14,9 +14,10 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -93,9 +94,13 @@ class Models:
         """All models."""
         return [self.model, *([self.whole] if self.whole else [])]
 
+    def folder_for(self, mode: Mode) -> Path | None:
+        """The model that texts of this mode are made with, if there is one."""
+        return self.whole if mode == "whole" else self.model
+
     def digest_for(self, mode: Mode) -> Digest:
-        """Of the model that this mode is for."""
-        folder = self.whole if mode == "whole" else self.model
+        """Of that model."""
+        folder = self.folder_for(mode)
         assert folder is not None
         return read_manifest(folder).digest
 
@@ -167,9 +172,19 @@ def over(wan: Wan, models: Models, jobs: list[Job], out: Path) -> Iterator[Made 
 
 def driven(host: Host, order: Order, log: Path) -> Iterator[Made | Seen]:
     """Whoever asks the stages, on its host, from its first text to its last."""
+    with asking(host, DRIVER, log) as (hears, says):
+        hears.write(msgspec.json.encode(order))
+        hears.close()
+        for line in says:
+            yield msgspec.json.decode(line, type=Made | Seen)
+
+
+@contextmanager
+def asking(host: Host, driver: str, log: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Starts whoever asks on its host: what it hears and what it says. An error if it fails."""
     with log.open("wb") as errors:
         process = host.start(
-            [sys.executable, "-m", DRIVER],
+            [sys.executable, "-m", driver],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -177,10 +192,7 @@ def driven(host: Host, order: Order, log: Path) -> Iterator[Made | Seen]:
         )
     assert process.stdin
     assert process.stdout
-    process.stdin.write(msgspec.json.encode(order))
-    process.stdin.close()
-    for line in process.stdout:
-        yield msgspec.json.decode(line, type=Made | Seen)
+    yield process.stdin, process.stdout
     if process.wait() != 0:
         words = log.read_text(errors="replace").strip().splitlines() or ["without a word"]
         raise BadRun(f"Asking over the WAN ended ({words[-1][:300]}); run the same command again.")

@@ -31,7 +31,7 @@ class Planner:
     def forecast(self, kind: Kind) -> Forecast:
         """For one row of the table."""
         rtt_ms, mbit, temperature, mode, traversals = kind
-        folder = self._models.whole if mode == "whole" else self._models.model
+        folder = self._models.folder_for(mode)
         assert folder is not None
         shape = read_manifest(folder).shape
         way = self._way(folder, shape.blocks, rtt_ms, mbit)

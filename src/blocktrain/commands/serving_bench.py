@@ -16,7 +16,7 @@ from blocktrain.bench import stages as stages_bench
 from blocktrain.bench import wan as wan_bench
 from blocktrain.bench import wan_picture, wan_quality, wan_rows
 from blocktrain.bench.wan_plan import Planner
-from blocktrain.console import PLAIN, Out, bar, print_json
+from blocktrain.console import PLAIN, Out, Output, bar, print_json
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.inference.survey import prompts
 from blocktrain.learning.data import open_corpus
@@ -91,13 +91,11 @@ def wan(
     with bar(f"opening {who.data}") as progress:
         corpus = open_corpus(who.data, progress)
     given = prompts(corpus.test, trial.prompts, PROMPT)
-    whole = who.whole_model if who.whole_model.exists() else None
+    whole = if_there(who.whole_model, output)
     models = wan_bench.Models(who.model, whole, given)
     with bar("planning"):
         other = prompts(corpus.valid, SURVEYED, PROMPT)
         planned = Planner(models, trial.length, other).all(trial)
-    if not whole:
-        output.say(f"No row is of whole: there is no {who.whole_model}; `make whole` trains it.")
     rows = wan_rows.rows(wan_bench.measure(trial, models, out, output.say), planned)
     quality, verdict = [], ""
     if whole:
@@ -118,10 +116,18 @@ def wan(
     print_json(found)
 
 
+def if_there(whole: Path, output: Output) -> Path | None:
+    """The model for whole, or a word that there is none."""
+    if whole.exists():
+        return whole
+    output.say(f"No row is of whole: there is no {whole}; `make whole` trains it.")
+    return None
+
+
 def failover(
     *,
     model: Path = SMALL,
-    whole_model: Path | None = None,
+    whole_model: Path = WHOLE,
     data: str = "wikitext-2",
     trial: Annotated[failover_bench.Trial, Parameter(name="*")] = FAILOVER,
     output: Out = PLAIN,
@@ -136,13 +142,13 @@ def failover(
     model: Path
         A model directory, for ar and exact.
     whole_model: Path
-        One trained with denoise on masked spans, for whole.
+        One trained with denoise on masked spans, for whole; `make whole` trains it.
     data: str
         wikitext-2, enwik8, or a file or folder of your own: the prompt is from its test split.
     """
     with bar(f"opening {data}") as progress:
         text = open_corpus(data, progress).test
-    models = wan_bench.Models(model, whole_model, prompts(text, 1, PROMPT))
+    models = wan_bench.Models(model, if_there(whole_model, output), prompts(text, 1, PROMPT))
     with tempfile.TemporaryDirectory() as folder:
         rows = failover_bench.measure(trial, models, Path(folder), output.say)
     if not output.json:
