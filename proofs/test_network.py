@@ -40,16 +40,15 @@ def test_a_small_codec_costs_next_to_nothing() -> None:
 
 
 def test_six_replicas_learn_nearly_what_one_learns() -> None:
-    """In runs/replicas, which goes on where it was stopped."""
+    """In runs/replicas and runs/six, which go on where they were stopped."""
+    settings = ("--rounds", "80", "--local-steps", "5", "--matrix", "0.04", "--json")
     one, six = last_line(
-        "bench", "replicas", "6", "--batch", "12", "--rounds", "20",
-        "--out", str(RUNS / "replicas"), "--json",
-    )["rows"]  # fmt: skip
+        "bench", "replicas", "6", "--batch", "12", "--out", str(RUNS / "replicas"), *settings
+    )["rows"]
     assert six["ce"] - one["ce"] <= 0.026
     by_network = last_line(
-        "train", "--replicas", "6", "--batch", "2", "--rounds", "20",
-        "--out", str(RUNS / "six"), "--json",
-    )  # fmt: skip
+        "train", "--replicas", "6", "--batch", "2", "--out", str(RUNS / "six"), *settings
+    )
     assert by_network["ce"] - one["ce"] <= 0.026
 
 

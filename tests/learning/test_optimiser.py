@@ -232,6 +232,28 @@ def test_going_on_without_the_state_is_noticed(model: Model) -> None:
     assert not same(values(block), values(twin))
 
 
+@pytest.mark.parametrize("replicas", [1, 4, 9])
+def test_the_mean_of_noisy_replicas_goes_as_far_as_one(replicas: int) -> None:
+    """Where gradients are nothing but noise, sqrt(R) makes up for what averaging takes away."""
+
+    def gone(rates: Rates, seeds: range) -> dict[str, Tensor]:
+        moved: dict[str, Tensor] = {}
+        for seed in seeds:
+            block = new_block(Shape(blocks=1, width=16, heads=2), 0, seed=0)
+            before = values(block)
+            give_gradients(block, seed)
+            Optimiser(block, rates, {}).step(1.0)
+            for name, value in values(block).items():
+                moved[name] = moved.get(name, 0) + (value - before[name]) / len(seeds)
+        return moved
+
+    one = gone(Rates(), range(1))
+    many = gone(Rates().shared_by(replicas), range(replicas))
+    assert Rates().shared_by(1) == Rates()
+    for name in ("layers.0.mlp.gate.weight", "embed.weight"):  # Muon's, AdamW's
+        assert 0.85 <= many[name].norm() / one[name].norm() <= 1.15
+
+
 def test_a_parameter_without_a_gradient_stays(model: Model) -> None:
     block = trainable(model)
     before = values(block)

@@ -112,6 +112,15 @@ def replace_block(now: Standings, index: int, **parts: object) -> Standings:
     return replace(now, blocks=blocks)
 
 
+def test_replicas_go_further_each() -> None:
+    four = replace(SMALL, pace=replace(SMALL.pace, replicas=4)).recipe.rates
+    assert (
+        four
+        == SMALL.rates.shared_by(4)
+        == replace(SMALL.rates, matrix=2 * SMALL.rates.matrix, other=2 * SMALL.rates.other)
+    )
+
+
 def test_replicas_share_one_round(corpus: Corpus, tmp_path: Path) -> None:
     """Two replicas with half the batch see the bytes of one, and end near it."""
     two = replace(SMALL, pace=replace(SMALL.pace, replicas=2, batch=2))

@@ -6,7 +6,7 @@ times slower than float32, and its state has no names to take a digest of.
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,12 @@ MUON_PARTS = ("attention.", "mlp.", "z_in.")
 
 @dataclass(frozen=True)
 class Rates:
-    """How far a step goes, over the whole run."""
+    """How far a step of a block goes that has one replica, over the whole run."""
 
     matrix: float = 0.02
-    """Muon's learning rate."""
+    """Muon's learning rate; R replicas take sqrt(R) times it."""
     other: float = 0.005
-    """AdamW's learning rate (embeddings, heads, norms)."""
+    """AdamW's learning rate (embeddings, heads, norms); R replicas take sqrt(R) times it."""
     momentum: float = 0.95
     """Muon's momentum."""
     warmup: float = 0.02
@@ -45,6 +45,15 @@ class Rates:
             raise BadConfig("momentum and decay must be from 0 to below 1, final from 0 to 1.")
         if min(self.warmup, self.cooldown) < 0 or self.warmup + self.cooldown > 1:
             raise BadConfig("warmup and cooldown are shares of the run; together at most 1.")
+
+    def shared_by(self, replicas: int) -> "Rates":
+        """What each of so many takes whose updates are averaged.
+
+        Both optimisers make steps of one length whatever the gradient's. Steps along gradients of
+        smaller batches point apart, so their mean is shorter: by 1 / sqrt(R) where noise rules.
+        """
+        longer = replicas**0.5
+        return replace(self, matrix=self.matrix * longer, other=self.other * longer)
 
     def at(self, done: float) -> float:
         """The factor on both rates when this share of the run's bytes has been trained."""

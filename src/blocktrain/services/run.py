@@ -64,7 +64,8 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """What every replica must agree on."""
-        return Recipe(self.shape, self.task, self.noise, self.rates, self.pace.micro)
+        rates = self.rates.shared_by(self.pace.replicas)
+        return Recipe(self.shape, self.task, self.noise, rates, self.pace.micro)
 
     @property
     def plan(self) -> Plan:
