@@ -17,8 +17,10 @@ class Scale:
     name: str
     folder: str
     """Where it is kept, if not told otherwise."""
+    headline: Run
+    """Blocks with one worker each, before their rate is tuned: what the first rows are about."""
     base: Run
-    """Blocks with one worker each, before its rate is tuned."""
+    """The same, not so large: what the tables are about."""
     budget: int
     """Bytes that each block sees, at least: the headline, and rounds of other lengths."""
     part: int
@@ -30,6 +32,8 @@ class Scale:
     seeds: tuple[int, ...]
     shared_batch: int = 12
     """Windows per step of all replicas of a block: 1, 2 and 6 of them have equal parts."""
+    crew_steps: int = 5
+    """Local steps of a round where a block has several workers."""
     depth: int = 8
     """Layers of the model that is cut into 2, 4 and 8 blocks."""
     memory: tuple[str, ...] = ()
@@ -79,13 +83,22 @@ def sized(run: Run, budget: float) -> Run:
 
 
 def tuned(book: Notebook, scale: Scale) -> Sides:
+    """The tables' sides, each at its best rate."""
+    return at_best_rates(book, scale, scale.base)
+
+
+def headline(book: Notebook, scale: Scale) -> Sides:
+    """The headline's sides, each at its best rate."""
+    return at_best_rates(book, scale, scale.headline)
+
+
+def at_best_rates(book: Notebook, scale: Scale, blocks: Run) -> Sides:
     """Both sides at the rate of the grid that serves each best.
 
     Cheaper runs than the headline's (`scale.trial`), the first seed; what counts is CE of a sample
     of valid, so that nothing is chosen by the split that is reported. One block's depth takes the
     reference's rate, and so does every end-to-end model of another depth.
     """
-    blocks = scale.base
     layers = blocks.shape.blocks * blocks.shape.layers
     tries = [sized(changed(blocks, matrix=rate), scale.trial) for rate in scale.grid]
     others = [each.end_to_end(layers) for each in tries]
@@ -110,6 +123,7 @@ def best(records: list[Record]) -> int:
 FULL = Scale(
     name="full",
     folder="runs/reproduce",
+    headline=changed(Run(), local_steps=20, width=192, heads=3),
     base=changed(Run(), local_steps=20),
     budget=12_288_000,
     part=4_096_000,
@@ -118,10 +132,12 @@ FULL = Scale(
     seeds=(0, 1, 2),
 )
 
+SMALL = changed(Run(), local_steps=20, width=64, heads=1, window=128)
 QUICK = Scale(
     name="quick",
     folder="runs/reproduce-quick",
-    base=changed(Run(), local_steps=20, width=64, heads=1, window=128),
+    headline=SMALL,
+    base=SMALL,
     budget=327_680,  # 4 rounds of 80 steps: all lengths of rounds see the same bytes
     part=163_840,
     trial=163_840,
