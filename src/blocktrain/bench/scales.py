@@ -123,7 +123,7 @@ def best(records: list[Record]) -> int:
 FULL = Scale(
     name="full",
     folder="runs/reproduce",
-    headline=changed(Run(), local_steps=20, width=192, heads=3),
+    headline=changed(Run(), local_steps=20, width=256, heads=4),
     base=changed(Run(), local_steps=20),
     budget=12_288_000,
     part=4_096_000,
