@@ -577,14 +577,14 @@ def test_patience_ends(sentence: Sentence) -> None:
 
 def test_a_silent_coordinator_is_not_waited_for() -> None:
     with (
-        Scripted(lambda connection, head: time.sleep(0.5)) as server,
+        Scripted(lambda connection, head: time.sleep(2)) as server,
         linked(server.url, patience=0) as link,
     ):
         link.read_timeout = 0.1
         began = time.monotonic()
         with pytest.raises(Unreachable, match="timed out"):
             link.ask("/v1/hello", Done)
-        assert time.monotonic() - began < 0.4
+        assert time.monotonic() - began < 1.5
 
 
 def test_a_blob_that_gains_nothing_uses_up_patience(tmp_path: Path) -> None:
