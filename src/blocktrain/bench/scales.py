@@ -84,35 +84,38 @@ def sized(run: Run, budget: float) -> Run:
 
 def tuned(book: Notebook, scale: Scale) -> Sides:
     """The tables' sides, each at its best rate."""
-    return at_best_rates(book, scale, scale.base)
+    return sides(scale.base, *best_rates(book, scale))
 
 
 def headline(book: Notebook, scale: Scale) -> Sides:
-    """The headline's sides, each at its best rate."""
-    return at_best_rates(book, scale, scale.headline)
+    """The headline's sides at the rates that are best for the tables': Muon's hold at any width."""
+    return sides(scale.headline, *best_rates(book, scale))
 
 
-def at_best_rates(book: Notebook, scale: Scale, blocks: Run) -> Sides:
-    """Both sides at the rate of the grid that serves each best.
+def sides(blocks: Run, ours: float, theirs: float) -> Sides:
+    """Blocks and what they are compared with. One block's depth takes the reference's rate, and so
+    does every end-to-end model of another depth."""
+    reference, layers = changed(blocks, matrix=theirs), blocks.shape.layers
+    return Sides(
+        changed(blocks, matrix=ours),
+        reference.end_to_end(blocks.shape.blocks * layers),
+        reference.end_to_end(layers),
+    )
+
+
+def best_rates(book: Notebook, scale: Scale) -> tuple[float, float]:
+    """The rate of the grid that serves blocks best, and the one that serves the reference best.
 
     Cheaper runs than the headline's (`scale.trial`), the first seed; what counts is CE of a sample
-    of valid, so that nothing is chosen by the split that is reported. One block's depth takes the
-    reference's rate, and so does every end-to-end model of another depth.
+    of valid, so that nothing is chosen by the split that is reported.
     """
-    layers = blocks.shape.blocks * blocks.shape.layers
-    tries = [sized(changed(blocks, matrix=rate), scale.trial) for rate in scale.grid]
-    others = [each.end_to_end(layers) for each in tries]
-    if len(scale.grid) > 1:
-        found = book.labs(*tries, *others)
-        ours, theirs = best(found[: len(tries)]), best(found[len(tries) :])
-    else:
-        ours = theirs = 0
-    reference = changed(blocks, matrix=scale.grid[theirs])
-    return Sides(
-        changed(blocks, matrix=scale.grid[ours]),
-        reference.end_to_end(layers),
-        reference.end_to_end(blocks.shape.layers),
-    )
+    if len(scale.grid) == 1:
+        return scale.grid[0], scale.grid[0]
+    tries = [sides(scale.base, rate, rate) for rate in scale.grid]
+    ours = [sized(each.blocks, scale.trial) for each in tries]
+    theirs = [sized(each.reference, scale.trial) for each in tries]
+    found = book.labs(*ours, *theirs)
+    return scale.grid[best(found[: len(ours)])], scale.grid[best(found[len(ours) :])]
 
 
 def best(records: list[Record]) -> int:
