@@ -25,7 +25,7 @@ proofs: $(VENV)/.ready-dev  ## the numbers of issue size: compute, memory, learn
 	$(BIN)/pytest proofs --timeout 7200 -rP
 
 three-hosts: $(VENV)/.ready  ## train across three hosts with a WAN between them; needs root
-	$(BIN)/blocktrain bench three-hosts --out runs/three-hosts --rounds 24
+	$(BIN)/blocktrain bench three-hosts --out runs/three-hosts --rounds 24 --first-steps 0
 
 format: $(VENV)/.ready-dev  ## let ruff do what it can
 	$(BIN)/ruff check --fix .
@@ -36,14 +36,14 @@ reference: $(VENV)/.ready  ## train the reference line of `make run`'s plot agai
 	cp runs/reference/history.jsonl docs/reference.jsonl
 
 models: $(VENV)/.ready  ## train the small model and the judge of the serving tests again (models/)
-	$(BIN)/blocktrain lab --rounds 100 --reference --out runs/bar
+	$(BIN)/blocktrain lab --rounds 127 --reference --out runs/bar
 	rm -f models/small/* models/judge/*
 	cp runs/bar/manifest.json runs/bar/block-*.safetensors models/small/
 	$(BIN)/blocktrain refit models/small --blocks 1-2
 	cp runs/bar/reference/manifest.json runs/bar/reference/block-*.safetensors models/judge/
 
 whole: $(VENV)/.ready  ## train the model that `bench wan` generates whole texts with (runs/whole); 13 core-minutes
-	$(BIN)/blocktrain lab --objective denoise --window 512 --batch 4 --span 384 --masked-share 0.75 --rounds 80 --out runs/whole
+	$(BIN)/blocktrain lab --objective denoise --window 512 --batch 4 --span 384 --masked-share 0.75 --rounds 80 --first-steps 0 --out runs/whole
 
 reproduce: $(VENV)/.ready  ## every row of docs/results.md from nothing; about a day on two cores, goes on when stopped
 	$(BIN)/blocktrain reproduce

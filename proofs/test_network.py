@@ -41,7 +41,17 @@ def test_a_small_codec_costs_next_to_nothing() -> None:
 
 def test_six_replicas_learn_nearly_what_one_learns() -> None:
     """In runs/replicas and runs/six, which go on where they were stopped."""
-    settings = ("--rounds", "80", "--local-steps", "5", "--matrix", "0.04", "--json")
+    settings = (
+        "--rounds",
+        "80",
+        "--local-steps",
+        "5",
+        "--first-steps",
+        "0",
+        "--matrix",
+        "0.04",
+        "--json",
+    )
     one, six = last_line(
         "bench", "replicas", "6", "--batch", "12", "--out", str(RUNS / "replicas"), *settings
     )["rows"]
@@ -54,7 +64,15 @@ def test_six_replicas_learn_nearly_what_one_learns() -> None:
 
 def test_three_hosts_move_little() -> None:
     found = last_line(
-        "bench", "three-hosts", "--rounds", "24", "--out", str(RUNS / "three-hosts"), "--json"
+        "bench",
+        "three-hosts",
+        "--rounds",
+        "24",
+        "--first-steps",
+        "0",
+        "--out",
+        str(RUNS / "three-hosts"),
+        "--json",
     )
     assert 5.5 < found["ce_start"] < 5.6
     assert found["ce"] <= 1.811

@@ -63,7 +63,7 @@ from blocktrain.aggregation.state import (
     rebase,
 )
 from blocktrain.errors import BadConfig
-from blocktrain.terms import Digest
+from blocktrain.terms import Digest, Lengths
 
 SIMPLE: dict[str, Any] = {
     "rounds": 3,
@@ -461,7 +461,27 @@ def test_measured_pace_beats_guesses_and_one_hiccup_changes_nothing() -> None:
         play.submit("ann", steps=10, bytes_trained=1000, seconds=seconds)
         play.combined()
     assert play.job("ann", pace=0.001).steps == 3  # 30 s a step, 90 s
-    assert steps_within(100, 30, play.state.rules) == 3
+    assert steps_within(100, 30, 10) == 3
+
+
+def test_rounds_that_start_short_ask_for_more_steps_as_they_grow() -> None:
+    play = Play(rounds=40, replicas=1, quorum=1, first_steps=2)
+    asked = []
+    for _ in range(24):
+        asked.append(steps := play.job("ann").steps)
+        play.submit("ann", steps=steps, bytes_trained=steps * 100, seconds=0.01)
+        play.combined()
+    assert asked == [Lengths(10, 2).of(number) for number in range(1, 25)]
+    assert asked[1] == 2
+    assert asked[-1] > 2
+
+
+def test_a_short_round_takes_no_update_of_a_long_one() -> None:
+    play = Play(rounds=40, replicas=1, quorum=1, first_steps=2)
+    steps = play.job("ann").steps
+    assert steps <= 2
+    more = play.reason("ann", steps=steps + 1, bytes_trained=100, seconds=1.0)
+    assert more == Reason.IMPLAUSIBLE
 
 
 def test_only_the_last_few_paces_are_remembered() -> None:

@@ -40,7 +40,7 @@ from blocktrain.learning.model import Model
 from blocktrain.services.embedded import Embedded, status
 from blocktrain.services.follow import Follower
 from blocktrain.services.run import Run
-from blocktrain.terms import Digest
+from blocktrain.terms import Digest, Lengths
 from blocktrain.wire.link import Link
 from blocktrain.wire.messages import Traffic
 from blocktrain.wire.owner import BlockStatus, Checkpoint, Point, Status, WorkerStatus
@@ -347,7 +347,7 @@ def test_the_table_tells_ce_bytes_workers_and_time_left() -> None:
 
 def test_time_left_goes_by_the_pace_of_this_start() -> None:
     """Whatever the age of the run: it was resumed at round 5 of 11, and paused for an hour."""
-    outlook = Outlook()
+    outlook = Outlook(Lengths(20))
     assert outlook.left(seen(5, 6), at=100.0) is None
     assert outlook.left(seen(5, 7), at=109.0) is None  # the slower block has closed none
     assert outlook.left(seen(6, 7), at=110.0) == pytest.approx(6 * 10.0)
@@ -357,3 +357,12 @@ def test_time_left_goes_by_the_pace_of_this_start() -> None:
     done = msgspec.structs.replace(seen(11), blocks=[block_at(11, "finished")])
     assert closed_rounds(done) == 11
     assert outlook.left(done, at=3760.0) == 0
+
+
+def test_time_left_knows_that_rounds_grow() -> None:
+    outlook = Outlook(steps := Lengths(20, 2))
+    assert outlook.left(seen(1), at=0.0) is None
+    left = outlook.left(seen(2), at=10.0)  # the first of 11 rounds took 10 s
+    assert left is not None
+    assert left == pytest.approx(10.0 * steps.before(12) / steps.of(1) - 10.0)
+    assert left > 10 * 10.0

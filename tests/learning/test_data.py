@@ -21,6 +21,7 @@ from blocktrain.learning.data import (
     batches,
     open_corpus,
 )
+from blocktrain.terms import Lengths
 
 PROSE = b"".join(f"{number} bottles of beer on the wall\n".encode() for number in range(100))
 
@@ -156,7 +157,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, advice: str) ->
 
 def test_rows_are_windows_of_the_text_with_one_byte_more() -> None:
     data = counting(5000)
-    plan = Plan(seed=1, slots=1, steps=3, batch=4, window=16)
+    plan = Plan(seed=1, slots=1, steps=Lengths(3), batch=4, window=16)
     for rows, _ in batches(data, plan, Cursor(slot=0, round=1)):
         assert rows.shape == (4, 17)
         assert rows.dtype == np.int64
@@ -164,7 +165,7 @@ def test_rows_are_windows_of_the_text_with_one_byte_more() -> None:
 
 
 def test_the_order_is_the_same_on_every_machine_and_for_ever() -> None:
-    plan = Plan(seed=2024, slots=2, steps=2, batch=3, window=10)
+    plan = Plan(seed=2024, slots=2, steps=Lengths(2), batch=3, window=10)
     starts = [
         [rows[:, 0].tolist() for rows in rows_of(counting(250), plan, Cursor(slot, round_))]
         for slot, round_ in ((0, 1), (1, 1), (0, 4))
@@ -182,7 +183,7 @@ def test_an_epoch_reads_every_window_once_and_the_next_one_elsewhere(
     length: int, seed: int
 ) -> None:
     window, windows = 8, length // 8 - 1
-    plan = Plan(seed=seed, slots=1, steps=windows, batch=1, window=window)
+    plan = Plan(seed=seed, slots=1, steps=Lengths(windows), batch=1, window=window)
     # Positions, not bytes: what batches does to text it does to anything it can index.
     where = np.arange(length).astype(np.uint16)
     phases = []
@@ -197,7 +198,7 @@ def test_an_epoch_reads_every_window_once_and_the_next_one_elsewhere(
 
 
 def test_epochs_differ_in_order() -> None:
-    data, plan = counting(256), Plan(seed=3, slots=1, steps=31, batch=1, window=8)
+    data, plan = counting(256), Plan(seed=3, slots=1, steps=Lengths(31), batch=1, window=8)
     orders = [
         tuple(int(row[0, 0]) // 8 for row in rows_of(data, plan, Cursor(0, round_)))
         for round_ in (1, 2, 3)
@@ -207,8 +208,8 @@ def test_epochs_differ_in_order() -> None:
 
 def test_a_batch_may_lie_across_many_epochs() -> None:
     data = counting(40)
-    wide = Plan(seed=5, slots=1, steps=1, batch=50, window=8)
-    narrow = Plan(seed=5, slots=1, steps=50, batch=1, window=8)
+    wide = Plan(seed=5, slots=1, steps=Lengths(1), batch=50, window=8)
+    narrow = Plan(seed=5, slots=1, steps=Lengths(50), batch=1, window=8)
     (rows,) = rows_of(data, wide, Cursor(0, 1))
     assert (rows == np.concatenate(rows_of(data, narrow, Cursor(0, 1)))).all()
 
@@ -225,7 +226,9 @@ def test_slots_together_see_what_one_large_replica_sees(
     seed: int, slots: int, steps: int, batch: int, round_: int
 ) -> None:
     data = counting(300)
-    many, one = Plan(seed, slots, steps, batch, 7), Plan(seed, 1, steps, batch * slots, 7)
+    many, one = (
+        Plan(seed, each, Lengths(steps), batch * (slots // each), 7) for each in (slots, 1)
+    )
     apart = [rows_of(data, many, Cursor(slot, round_)) for slot in range(slots)]
     together = rows_of(data, one, Cursor(0, round_))
     for step in range(steps):
@@ -244,7 +247,7 @@ def test_slots_together_see_what_one_large_replica_sees(
 def test_a_cursor_resumes_exactly(
     seed: int, steps: int, slot: int, round_: int, data: st.DataObject
 ) -> None:
-    text, plan = counting(300), Plan(seed, 3, steps, 2, 7)
+    text, plan = counting(300), Plan(seed, 3, Lengths(steps), 2, 7)
     everything = list(batches(text, plan, Cursor(slot, round_)))
     stop = data.draw(st.integers(1, steps))
     cursor = everything[stop - 1][1]
@@ -255,14 +258,29 @@ def test_a_cursor_resumes_exactly(
         assert (resumed == straight).all()
 
 
+def test_rounds_that_grow_read_the_same_text_in_the_same_order() -> None:
+    growing, alike = (Plan(7, 2, steps, 3, 7) for steps in (Lengths(9, first=2), Lengths(1)))
+    apart = [
+        rows
+        for number in range(1, 60)
+        for rows in rows_of(counting(300), growing, Cursor(1, number))
+    ]
+    assert len(apart) > 200
+    for number, rows in enumerate(apart):
+        (same,) = rows_of(counting(300), alike, Cursor(1, number + 1))
+        assert (rows == same).all()
+
+
 def test_seeds_differ() -> None:
     data = counting(5000)
-    first, second = (rows_of(data, Plan(seed, 1, 1, 32, 16), Cursor(0, 1))[0] for seed in (1, 2))
+    first, second = (
+        rows_of(data, Plan(seed, 1, Lengths(1), 32, 16), Cursor(0, 1))[0] for seed in (1, 2)
+    )
     assert (first != second).any()
 
 
 def test_a_window_longer_than_the_text_is_refused() -> None:
-    plan = Plan(seed=0, slots=1, steps=1, batch=1, window=50)
+    plan = Plan(seed=0, slots=1, steps=Lengths(1), batch=1, window=50)
     assert len(rows_of(counting(100), plan, Cursor(0, 1))) == 1
     with pytest.raises(BadCorpus, match=r"99 bytes.*window of 50; choose a smaller window"):
         batches(counting(99), plan, Cursor(0, 1))
@@ -280,11 +298,11 @@ def test_a_window_longer_than_the_text_is_refused() -> None:
 )
 def test_a_cursor_outside_the_plan_is_refused_at_once(cursor: Cursor, words: str) -> None:
     with pytest.raises(BadInput, match=words):
-        batches(counting(1000), Plan(seed=0, slots=2, steps=3, batch=1, window=8), cursor)
+        batches(counting(1000), Plan(seed=0, slots=2, steps=Lengths(3), batch=1, window=8), cursor)
 
 
 def test_a_finished_round_has_nothing_left() -> None:
-    plan = Plan(seed=0, slots=1, steps=3, batch=1, window=8)
+    plan = Plan(seed=0, slots=1, steps=Lengths(3), batch=1, window=8)
     assert list(batches(counting(1000), plan, Cursor(0, 1, step=3))) == []
 
 
@@ -292,10 +310,10 @@ def test_a_finished_round_has_nothing_left() -> None:
 def test_a_plan_without_something_is_refused(name: str) -> None:
     fields = {"seed": 0, "slots": 1, "steps": 1, "batch": 1, "window": 1, name: 0}
     with pytest.raises(BadInput, match=f"{name} is 0"):
-        Plan(**fields)
+        Plan(**fields | {"steps": Lengths(fields["steps"])})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_a_seed_that_is_no_key_is_refused(seed: int) -> None:
     with pytest.raises(BadInput, match="The seed is"):
-        Plan(seed=seed, slots=1, steps=1, batch=1, window=1)
+        Plan(seed=seed, slots=1, steps=Lengths(1), batch=1, window=1)

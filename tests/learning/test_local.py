@@ -26,7 +26,7 @@ from blocktrain.learning.local import (
 from blocktrain.learning.model import Model, Shape, new_block
 from blocktrain.learning.objective import Loader, Objective, Recipe, Task, objective_for
 from blocktrain.learning.optimiser import Rates, digest_of
-from blocktrain.terms import Parameters
+from blocktrain.terms import Lengths, Parameters
 
 STEPS, BATCH = 3, 4
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 40, np.uint8)
@@ -56,7 +56,7 @@ def goal_of(model: Model, work: Work) -> Objective:
 
 
 def data(work: Work, steps: int = STEPS) -> Iterator[NDArray[np.int64]]:
-    plan = Plan(work.seed, 1, steps, BATCH, work.recipe.shape.window)
+    plan = Plan(work.seed, 1, Lengths(steps), BATCH, work.recipe.shape.window)
     return (rows for rows, _ in batches(TEXT, plan, Cursor(work.slot, work.round)))
 
 

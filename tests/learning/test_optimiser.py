@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from blocktrain.errors import BadConfig, BadModel
 from blocktrain.learning.files import load_tensors, save_tensors
 from blocktrain.learning.model import Block, Model, Shape, new_block
-from blocktrain.learning.optimiser import Optimiser, Rates, digest_of, orthogonal, state_shapes
+from blocktrain.learning.optimiser import (
+    Optimiser,
+    Rates,
+    digest_of,
+    evened,
+    orthogonal,
+    state_shapes,
+)
 
 Sentence = Callable[[BaseException], str]
 
@@ -57,6 +64,26 @@ def test_orthogonal_keeps_the_direction() -> None:
     assert cosine > 0.95
 
 
+def test_rows_that_always_go_far_are_held_back() -> None:
+    far = torch.tensor([[4.0], [1.0], [0.5]])
+    energy = torch.zeros(3, 1)
+    for step in range(200):
+        direction = far * torch.randn(3, 64, generator=torch.Generator().manual_seed(step))
+        even = evened(direction, energy, 0.95)
+        assert float(even.norm()) == pytest.approx(float(direction.norm()), rel=1e-4)
+    lengths = even.norm(dim=1)
+    assert float(lengths.max() / lengths.min()) < 1.5  # it was 8
+    assert bool(torch.allclose(energy.sqrt(), far, rtol=0.15))
+
+
+def test_the_first_step_is_even_already_and_nothing_stays_nothing() -> None:
+    direction = torch.tensor([[3.0, 4.0], [0.0, 0.5], [0.0, 0.0]])
+    even = evened(direction, torch.zeros(3, 1), 0.95)
+    assert bool(torch.allclose(even[0].norm(), even[1].norm(), rtol=1e-4))
+    assert not even[2].any()
+    assert not evened(torch.zeros(3, 2), torch.zeros(3, 1), 0.95).any()
+
+
 def test_orthogonal_of_nothing_is_nothing() -> None:
     assert torch.equal(orthogonal(torch.zeros(8, 4)), torch.zeros(8, 4))
 
@@ -92,13 +119,16 @@ def test_muon_against_its_formula() -> None:
     optimiser = Optimiser(block, rates, {})
     name = "layers.0.mlp.gate.weight"  # taller than wide
     matrix = block.get_parameter(name).detach().clone()
-    momentum = torch.zeros_like(matrix)
+    momentum, energy = torch.zeros_like(matrix), torch.zeros(len(matrix), 1)
     for number, factor in enumerate((1.0, 0.5, 0.25)):
         give_gradients(block, seed=number)
         gradient = block.get_parameter(name).grad
         assert gradient is not None
         momentum = 0.9 * momentum + 0.1 * gradient
         direction = orthogonal(0.9 * momentum + 0.1 * gradient)
+        energy = 0.9 * energy + 0.1 * (direction**2).mean(1, keepdim=True)
+        even = direction / energy.sqrt()
+        direction = even * direction.norm() / even.norm()
         tall = (matrix.shape[0] / matrix.shape[1]) ** 0.5
         assert tall == 2.0
         matrix = matrix * (1 - 0.03 * factor * 0.1) - 0.03 * factor * tall * direction

@@ -73,7 +73,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(corpus: Corpus, tmp_path: Path) 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lab(SMALL, corpus, tmp_path / "cut", watch=Watch(rounds=interrupt)).train()
+        lab(SMALL, corpus, tmp_path / "cut", watch=Watch(steps=interrupt)).train()
     resumed = lab(SMALL, corpus, tmp_path / "cut")
     assert resumed.resume().round == 2
     _, rest = resumed.train()
@@ -196,7 +196,7 @@ for line in sys.stdin:
         continue
     torch.set_num_threads(1)
     print(os.getpid(), flush=True)
-    watch = lab.Watch(rounds=lambda done, total: print(done, flush=True), notes=1)
+    watch = lab.Watch(steps=lambda done, total: print(done, flush=True), notes=1)
     run, text = Run(shape=shape, pace=pace), open_corpus(sys.argv[1])
     lab.Lab(run, text, Path(sys.argv[2]), torch.device("cpu"), watch).train()
 """
@@ -266,7 +266,7 @@ def test_a_run_with_trouble_goes_on_bit_for_bit_and_is_another_run(
         if done == 2:
             raise KeyboardInterrupt
 
-    cut = lab(run, corpus, tmp_path / "cut", hardship=hardship, watch=Watch(rounds=interrupt))
+    cut = lab(run, corpus, tmp_path / "cut", hardship=hardship, watch=Watch(steps=interrupt))
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     resumed = replace(cut, watch=Watch())

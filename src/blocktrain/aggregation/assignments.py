@@ -111,7 +111,8 @@ def _take(state: State, asked: Asked, wanted: Container[int], now: float) -> Sta
         # Nobody was here: the time in which nobody worked is not the worker's.
         seconds = allowance(block.durations, state.rules)
         phase = replace(phase, allowance=seconds, deadline=now + seconds)
-    steps = steps_within(phase.deadline - now, _pace(state, asked), state.rules)
+    most = state.rules.steps.of(block.round)
+    steps = steps_within(phase.deadline - now, _pace(state, asked), most)
     seat = Seat(block.round, slot, asked.worker, now, steps)
     return with_block(state, index, phase=phase, seats=(*block.seats, seat))
 

@@ -57,7 +57,7 @@ class Charter(Struct, frozen=True, forbid_unknown_fields=True):
         As planned, not as received: a block that lost updates must still end its decay.
         """
         rules = self.rules
-        return (round - 1) * rules.local_steps * rules.bytes_per_step * rules.replicas
+        return rules.steps.before(round) * rules.bytes_per_step * rules.replicas
 
 
 def encode(charter: Charter) -> bytes:

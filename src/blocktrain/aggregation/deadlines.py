@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from blocktrain.errors import BadConfig
+from blocktrain.terms import Lengths
 
 # The least spread assumed, as a part of the median. With one duration, or with equal ones, the
 # MAD is 0: half of all updates would miss a deadline that lies on the median itself.
@@ -52,12 +53,14 @@ class Rules:
     """A worker that is silent for this long loses its slot."""
     spare_slots: int = 0
     """Slots that each block may give out beyond `replicas`, when workers would be idle."""
+    first_steps: int = 0
+    """Steps of a full update in the first rounds, which grow from there; 0: all are alike."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "blocks", "replicas", "local_steps", "bytes_per_step", "history"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; set it to 1 or more.")
-        for name in ("ahead", "spare_slots"):
+        for name in ("ahead", "spare_slots", "first_steps"):
             if getattr(self, name) < 0:
                 raise BadConfig(f"{name} is {getattr(self, name)}; set it to 0 or more.")
         for name in ("grace", "first_allowance", "floor", "ceiling", "k", "discount", "lease"):
@@ -82,6 +85,11 @@ class Rules:
             raise BadConfig(f"discount is {self.discount}; set it above 0 and at most 1.")
 
     @property
+    def steps(self) -> Lengths:
+        """Local steps of every round."""
+        return Lengths(self.local_steps, self.first_steps)
+
+    @property
     def memory(self) -> int:
         """Rounds that are remembered: snapshots to build on, and updates that may still come."""
         return self.ahead + 2
@@ -99,14 +107,17 @@ def allowance(durations: Sequence[float], rules: Rules) -> float:
 def full_duration(measured: float, trained: float, steps: int, rules: Rules) -> float:
     """How long all local steps would have taken: training grows with steps, moving bytes does not.
 
+    All of the longest round, also where rounds are still short: while they grow, what the last ones
+    took says too little about the next. So short rounds get more time than they need.
+
     `measured` is the coordinator's own time from assignment to submission; `trained` is the part
     of it that the worker says it trained for, so that it cannot claim more than was measured.
     """
     return measured + min(trained, measured) * (rules.local_steps / steps - 1)
 
 
-def steps_within(seconds: float, pace: float | None, rules: Rules) -> int:
+def steps_within(seconds: float, pace: float | None, most: int) -> int:
     """Local steps, all if they fit, that a worker of this pace (seconds a step) has time for."""
     if not pace:  # unknown, or so little (5e-324 s for two steps) that it is 0
-        return rules.local_steps
-    return max(1, int(min(rules.local_steps, seconds * HEADROOM / pace)))
+        return most
+    return max(1, int(min(most, seconds * HEADROOM / pace)))

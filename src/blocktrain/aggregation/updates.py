@@ -70,11 +70,11 @@ def _objection(state: State, update: Submitted) -> Reason | None:
     block, rules = state.blocks[update.block], state.rules
     into = block.welcoming
     most = update.steps * rules.bytes_per_step
-    plausible = 1 <= update.steps <= rules.local_steps and 0 < update.bytes_trained <= most
-    if not plausible or not 0 < update.seconds < math.inf:
-        return Reason.IMPLAUSIBLE
     if not 1 <= update.round <= block.round:
         return Reason.NOT_OPEN
+    possible = 1 <= update.steps <= rules.steps.of(update.round)
+    if not (possible and 0 < update.bytes_trained <= most and 0 < update.seconds < math.inf):
+        return Reason.IMPLAUSIBLE
     if into > rules.rounds or isinstance(block.phase, Finished):
         return Reason.ENDED
     if state.stopping and not isinstance(block.phase, Open):

@@ -63,7 +63,7 @@ def moving(book: Notebook, family: str, runs: list[Run]) -> Found:
 
 def setting(run: Run, name: str) -> Any:
     """One setting by its name."""
-    sections = (run.shape, run.task, run.averaging, run.pace)
+    sections = (run.shape, run.task, run.averaging, run.rates, run.pace)
     return next(getattr(each, name) for each in sections if hasattr(each, name))
 
 

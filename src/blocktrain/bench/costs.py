@@ -28,7 +28,7 @@ def flops_of(run: Run) -> float:
         products(run, index) + muon_products(new_block(run.shape, index, 0))
         for index in range(run.shape.blocks)
     )
-    return step * run.pace.replicas * run.pace.local_steps * run.pace.rounds
+    return step * run.pace.replicas * run.pace.steps.before(run.pace.rounds + 1)
 
 
 def products(run: Run, index: int) -> float:

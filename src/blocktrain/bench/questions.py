@@ -89,7 +89,7 @@ def flops_ratio(book: Notebook, scale: Scale) -> Found:
 
 def wan_bytes(book: Notebook, scale: Scale) -> Found:
     """Bytes at the workers' sockets until CE of a sample was 1.811."""
-    [found] = book.read(three_hosts(changed(scale.base, rounds=WAN_ROUNDS)))
+    [found] = book.read(three_hosts(changed(scale.base, first_steps=0, rounds=WAN_ROUNDS)))
     moved = found.result[f"bytes_moved_to_{PAPER_CE}"]
     note = f"CE {found.result['ce']:.3f} in the end, {found.result['bytes_moved'] / 1e6:.1f} MB"
     return Found([] if moved is None else [moved], note=note)
@@ -106,32 +106,42 @@ def memory_ratio(book: Notebook, scale: Scale) -> Found:
 
 
 def staleness(book: Notebook, scale: Scale) -> Found:
-    """Rounds of other lengths, the same bytes."""
-    sides = headline(book, scale)
-    runs = [sized(changed(sides.blocks, local_steps=steps), scale.budget) for steps in (5, 20, 80)]
-    return Found(table=against(book, runs, sized(sides.reference, scale.budget), "local_steps"))
+    """Neighbours that are fresh at every step, rounds of other lengths, and rounds that grow."""
+    sides = tuned(book, scale)
+    lengths = [(5, 0), (20, 0), (80, 0), (20, scale.first_steps), (80, scale.first_steps)]
+    runs = [changed(sides.blocks, local_steps=1, first_steps=0, steady=0.0)]
+    runs += [changed(sides.blocks, local_steps=full, first_steps=first) for full, first in lengths]
+    runs = [sized(run, scale.trial) for run in runs]
+    reference = sized(sides.reference, scale.trial)
+    settings = ("local_steps", "first_steps", "steady", "rounds")
+    return Found(table=against(book, runs, reference, *settings))
 
 
 def gap_h80(book: Notebook, scale: Scale) -> Found:
-    """One line of the table about staleness."""
-    return Found([staleness(book, scale).table[-1]["gap"]])
+    """The headline with rounds that grow four times as long."""
+    sides = headline(book, scale)
+    long = changed(sides.blocks, local_steps=80)
+    runs = [sized(run, scale.budget) for run in (long, sides.reference)]
+    blocks, reference = book.labs(*runs)
+    note = f"{runs[0].pace.rounds} rounds, the first of {long.pace.steps.of(2)} steps"
+    return Found([less(blocks, reference)], note=note)
 
 
 def steady(book: Notebook, scale: Scale) -> Found:
-    """How fast neighbours follow snapshots (0: at once), and a damped outer step."""
+    """How fast neighbours follow snapshots (0: at once), a damped outer step, a long warm-up."""
     sides = tuned(book, scale)
     runs = [changed(sides.blocks, steady=kept) for kept in (0.0, 0.5, 0.7, 0.9)]
-    runs.append(changed(sides.blocks, outer_rate=0.7))
+    runs += [changed(sides.blocks, outer_rate=0.7), changed(sides.blocks, warmup=0.1)]
     runs = [sized(run, scale.trial) for run in runs]
     reference = sized(sides.reference, scale.trial)
-    return Found(table=against(book, runs, reference, "steady", "outer_rate"))
+    return Found(table=against(book, runs, reference, "steady", "outer_rate", "warmup"))
 
 
 def lookahead(book: Notebook, scale: Scale) -> Found:
     """How far downstream the loss is taken, and what that costs."""
     sides = tuned(book, scale)
-    runs = [sized(changed(sides.blocks, lookahead=blocks), scale.part) for blocks in (0, 1, 2)]
-    reference = sized(sides.reference, scale.part)
+    runs = [sized(changed(sides.blocks, lookahead=blocks), scale.trial) for blocks in (0, 1, 2)]
+    reference = sized(sides.reference, scale.trial)
     return Found(table=against(book, runs, reference, "lookahead", flops=True))
 
 
@@ -179,13 +189,13 @@ def codecs(book: Notebook, scale: Scale) -> Found:
 
 def crew(run: Run, scale: Scale, count: int) -> Run:
     """So many workers per block, who share what one has for a step, and meet often."""
-    shared = changed(run, replicas=count, batch=scale.shared_batch // count)
-    return sized(changed(shared, local_steps=scale.crew_steps), scale.part)
+    shared = changed(run, replicas=count, batch=scale.shared_batch // count, first_steps=0)
+    return sized(changed(shared, local_steps=scale.crew_steps), scale.trial)
 
 
 def with_long_rounds(run: Run, scale: Scale) -> Run:
     """The same with the usual number of local steps."""
-    return sized(changed(run, local_steps=scale.base.pace.local_steps), scale.part)
+    return sized(changed(run, local_steps=scale.base.pace.local_steps), scale.trial)
 
 
 # --- 5, blocks, and 6, denoise -------------------------------------------------------------------
@@ -217,7 +227,7 @@ def denoise(book: Notebook, scale: Scale) -> Found:
     sides = tuned(book, scale)
     noisy = changed(sides.blocks, objective="denoise")
     kinds = (sides.reference, sides.shallow, sides.blocks, noisy)
-    runs = [sized(run, scale.part) for run in kinds]
+    runs = [sized(run, scale.trial) for run in kinds]
     found = book.labs(*runs)
     readouts = book.of_model("evaluate", runs[-1], "--readouts")
     names = ("end to end, all layers", "end to end, one block's layers", "neighbours", HEADLINE)
@@ -249,7 +259,7 @@ def samples(readouts: Record) -> list[tuple[str, float]]:
 
 def unreliable(book: Notebook, scale: Scale) -> Found:
     """Four workers per block: slow ones, late ones, and late ones that are salvaged."""
-    run = sized(crew(tuned(book, scale).blocks, scale, 4), scale.trial)
+    run = crew(tuned(book, scale).blocks, scale, 4)
     kinds = (
         NONE,
         Hardship(slowest=8),
@@ -289,8 +299,9 @@ ROWS = (
     Row("flops_ratio", "FLOPs of all workers to the reference's CE, over the reference's",
         flops_ratio, "ratio", "not stated", 2.5, 2.0),
     Row("gap_k8", "gap at eight blocks", gap_k8, NATS, "not stated", 0.06, 0.03),
-    Row("staleness", "1. Staleness: local steps per round", staleness),
-    Row("steady", "1. How fast neighbours follow, and a damped outer step", steady, quick=False),
+    Row("staleness", "1. Staleness: local steps per round, and rounds that grow", staleness),
+    Row("steady", "1. How fast neighbours follow, a damped outer step, a long warm-up", steady,
+        quick=False),
     Row("lookahead", "2. Lookahead: how many blocks downstream the loss is taken", lookahead),
     Row("own_share", "2. The share of the loss at the block's own head", own_share, quick=False),
     Row("composition", "3. Composition: the last head, or the mean of heads", composition),

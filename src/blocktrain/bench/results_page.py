@@ -45,14 +45,13 @@ def introduction(results: Results) -> str:
         "same bytes in the same order, with the same optimiser and averaging; Muon's rate of each "
         "side is the best of one grid, by CE of a sample of the valid split, in shorter runs "
         f"of {results.trial / 1e6:g} MB with the tables' model. "
-        "In `ce`, `gap`, `staleness`, `gap_h80`, `flops_ratio` and "
+        "In `ce`, `gap`, `gap_h80`, `flops_ratio` and "
         f"`composition` the model has {shape(results.headline)}, elsewhere "
         f"{shape(results.base)} if a table does not say otherwise. In the former "
-        f"each block sees at least {results.budget / 1e6:g} MB; in `steady`, "
-        f"`own_share`, `codecs` and `unreliable` {results.trial / 1e6:g} MB; in the other tables "
-        f"{results.part / 1e6:g} MB. A value is the mean over its seeds, its "
-        "spread the highest less the lowest. One end-to-end reference, "
-        "with rounds of the usual length, serves all rows of a table."
+        f"each block sees at least {results.budget / 1e6:g} MB, in `blocks` and `gap_k8` "
+        f"{results.part / 1e6:g} MB, in the other tables {results.trial / 1e6:g} MB. "
+        "A value is the mean over its seeds, its spread the highest less the lowest. One "
+        "end-to-end reference, with rounds of the usual length, serves all rows of a table."
     )
 
 
@@ -70,9 +69,10 @@ def section(results: Results) -> str:
         parts.append(f"![CE against bytes seen](docs/{results_picture.CURVES})")
     parts.append(
         f"CE in nats per byte, {results.budget / 1e6:g} MB seen by each block in the first three "
-        f"and `flops_ratio`, {results.part / 1e6:g} MB in `six_workers_extra` and `gap_k8`; "
-        f"there are {shape(results.headline)} in the former and {shape(results.base)} in the "
-        "latter. [docs/results.md](docs/results.md) has every table, command, seed and hour. "
+        f"and `flops_ratio`, {results.trial / 1e6:g} MB in `six_workers_extra`, "
+        f"{results.part / 1e6:g} MB in `gap_k8`; there are {shape(results.headline)} in the former "
+        f"and {shape(results.base)} in `six_workers_extra`. "
+        "[docs/results.md](docs/results.md) has every table, command, seed and hour. "
         "`make reproduce` measures all of it again (it may take a day on two cores, and goes on "
         "where it was stopped), `make reproduce-quick` a small version of it in minutes."
     )

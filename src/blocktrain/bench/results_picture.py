@@ -10,9 +10,10 @@ matplotlib.use("Agg")  # no screen is needed, and none is assumed
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from blocktrain.bench.comparing import Table
 from blocktrain.bench.results import Results
 
-BLOCKS, END_TO_END, DILOCO = "#0b6e4f", "#333333", "#b08900"
+BLOCKS, ALIKE, END_TO_END, DILOCO = "#0b6e4f", "#8cbfae", "#333333", "#b08900"
 CURVES, FRONTIER = "results-curves.png", "results-frontier.png"
 STALENESS, CUTS = "results-staleness.png", "results-blocks.png"
 SAMPLE = "CE, nats per byte (64 KiB sample of valid)"
@@ -88,28 +89,40 @@ def frontier(axes: Axes, results: Results) -> None:
 
 
 def staleness(axes: Axes, results: Results) -> None:
-    """Gap against local steps per round."""
-    gaps(axes, results, "staleness", "local_steps", "local steps per round, equal bytes")
+    """Gap against local steps per round, alike or growing."""
+    row = results.row("staleness")
+    assert row is not None
+    alike = [entry for entry in row.table if not entry["first_steps"]]
+    growing = [entry for entry in row.table if entry["first_steps"]]
+    gaps(axes, alike, "local_steps", "blocks, all rounds alike", color=ALIKE, marker="s")
+    gaps(axes, growing, "local_steps", "blocks, rounds that grow to this length")
+    against_zero(axes, row.table, "local_steps", "local steps per round, equal bytes")
 
 
 def cuts(axes: Axes, results: Results) -> None:
     """Gap against K."""
-    gaps(axes, results, "blocks", "blocks", "blocks, the same layers in all")
-
-
-def gaps(axes: Axes, results: Results, key: str, setting: str, words: str) -> None:
-    """The gap of each line of a table; the reference is the line at 0."""
-    row = results.row(key)
+    row = results.row("blocks")
     assert row is not None
-    x, y = [entry[setting] for entry in row.table], [entry["gap"] for entry in row.table]
-    axes.axhline(0, color=END_TO_END, linestyle="--", label="end to end")
-    axes.plot(x, y, color=BLOCKS, marker="o", linewidth=2.2, label="blocks, each trained alone")
+    gaps(axes, row.table, "blocks", "blocks, each trained alone")
+    against_zero(axes, row.table, "blocks", "blocks, the same layers in all")
+
+
+def gaps(axes: Axes, table: Table, setting: str, words: str, **style: Any) -> None:
+    """The gap of each line of a table."""
+    x, y = [entry[setting] for entry in table], [entry["gap"] for entry in table]
+    axes.plot(x, y, **{"color": BLOCKS, "marker": "o", "linewidth": 2.2, "label": words, **style})
     for at, gap in zip(x, y, strict=True):
         axes.annotate(f"{gap:+.3f}", (at, gap), xytext=(0, 8), textcoords="offset points",
                       ha="center", fontsize=9,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+
+
+def against_zero(axes: Axes, table: Table, setting: str, words: str) -> None:
+    """The reference is the line at 0."""
+    axes.axhline(0, color=END_TO_END, linestyle="--", label="end to end")
     axes.margins(x=0.08, y=0.2)
     axes.set_xscale("log")
+    x = sorted({entry[setting] for entry in table})
     axes.set_xticks(x, map(str, x))
     axes.minorticks_off()
     axes.set_xlabel(words)

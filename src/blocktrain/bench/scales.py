@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from blocktrain.bench.steps import OUT, WIKITEXT, Notebook, Record
-from blocktrain.services.run import Run
+from blocktrain.services.run import Pace, Run
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,18 @@ class Scale:
     base: Run
     """The same, not so large: what the tables are about."""
     budget: int
-    """Bytes that each block sees, at least: the headline, and rounds of other lengths."""
+    """Bytes that each block sees, at least: the headline."""
     part: int
-    """The same for the other tables."""
+    """The same for the model that is cut into more and fewer blocks."""
     trial: int
-    """The same for what is tried out most cheaply: rates, and settings one by one."""
+    """The same for all other tables."""
     grid: tuple[float, ...]
     """Muon's rates that both sides are tried with."""
     seeds: tuple[int, ...]
     shared_batch: int = 12
     """Windows per step of all replicas of a block: 1, 2 and 6 of them have equal parts."""
+    first_steps: int = Pace.first_steps
+    """Local steps where rounds start short."""
     crew_steps: int = 5
     """Local steps of a round where a block has several workers."""
     depth: int = 8
@@ -79,7 +81,8 @@ def changed(run: Run, **settings: Any) -> Run:
 
 def sized(run: Run, budget: float) -> Run:
     """The run with as many rounds as it takes to see so many bytes."""
-    return changed(run, rounds=max(1, -int(-budget // run.bytes_after(1))))
+    steps = -int(-budget // run.bytes_per_step)
+    return changed(run, rounds=run.pace.steps.rounds(steps))
 
 
 def tuned(book: Notebook, scale: Scale) -> Sides:
@@ -95,7 +98,9 @@ def headline(book: Notebook, scale: Scale) -> Sides:
 def sides(blocks: Run, ours: float, theirs: float) -> Sides:
     """Blocks and what they are compared with. One block's depth takes the reference's rate, and so
     does every end-to-end model of another depth."""
-    reference, layers = changed(blocks, matrix=theirs), blocks.shape.layers
+    # End to end has no neighbours that its rounds must be short for.
+    reference = changed(blocks, matrix=theirs, first_steps=0)
+    layers = blocks.shape.layers
     return Sides(
         changed(blocks, matrix=ours),
         reference.end_to_end(blocks.shape.blocks * layers),

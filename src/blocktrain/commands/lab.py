@@ -106,8 +106,8 @@ def lab(
         corpus = open_corpus(place.data, progress)
     if replay is not None:
         return repeat(replay, corpus, out, place.threads, output)
-    with bars("rounds", "test split") as (rounds, evaluation):
-        watch = Watch(rounds, evaluation, output.say, lambda row: output.say(spoken(row)))
+    with bars("steps", "test split") as (steps, evaluation):
+        watch = Watch(steps, evaluation, output.say, lambda row: output.say(spoken(row)))
         where = device.choose(place.device)
         studio = Lab(run.plain, corpus, out, where, watch, place.threads, at_once, place.hardship)
         result = experiment(studio, beside.reference)

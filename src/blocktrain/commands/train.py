@@ -28,6 +28,7 @@ from blocktrain.services.begin import Settings, Timing, begin
 from blocktrain.services.embedded import Embedded, status
 from blocktrain.services.follow import Follower
 from blocktrain.services.lab import Lab, Watch, end_to_end_ce
+from blocktrain.terms import Lengths
 from blocktrain.wire.owner import Status
 
 NOTES = 10  # how often, in a whole run, CE of a sample is measured
@@ -107,7 +108,7 @@ def train(
     crew = Embedded(folder, count, begun.data, here.threads, here.reference_line)
     if not (crew.run / LEDGER).exists():
         begin(crew.run, begun.settings, corpus)
-    result = watch(crew, corpus, folder, output)
+    result = watch(crew, corpus, plain.pace.steps, output)
     lines = {"blocks": folder / "history.jsonl"}
     if here.reference:
         studio = Lab(plain, corpus, folder, choose("auto"), Watch(note=output.say))
@@ -156,13 +157,13 @@ def kept_settings(folder: Path, wanted: Begun, resume: bool) -> Begun:
     return kept
 
 
-def watch(crew: Embedded, corpus: Corpus, out: Path, output: Out) -> dict[str, Any]:
+def watch(crew: Embedded, corpus: Corpus, steps: Lengths, output: Out) -> dict[str, Any]:
     """Looks after the run until it has ended; returns what it came to."""
-    began = time.monotonic()
+    began, out = time.monotonic(), crew.folder
     with crew.up() as link:
         output.say(f"dashboard at {crew.url}, logs in {out / 'logs'}")
         link.patience = SOON
-        follower, outlook = Follower(link, out / "fetched"), Outlook()
+        follower, outlook = Follower(link, out / "fetched"), Outlook(steps)
         history = History(out / "history.jsonl")
         with Live(console=console.people, transient=True, auto_refresh=False) as live:
             while True:
@@ -175,7 +176,7 @@ def watch(crew: Embedded, corpus: Corpus, out: Path, output: Out) -> dict[str, A
                     left = outlook.left(now, time.monotonic())
                     if console.people.is_terminal:
                         live.update(table(now, left), refresh=True)
-                    if history.is_due(closed_rounds(now), now.rounds):
+                    if history.is_due(closed_rounds(now), now.rounds, steps):
                         with threads(1):  # the workers have the rest
                             history.add(follower.measure(corpus), output)
                     if now.state == "ended":
@@ -223,10 +224,11 @@ class History:
             return []
         return [msgspec.json.decode(line) for line in self.path.read_bytes().splitlines()]
 
-    def is_due(self, closed: int, rounds: int) -> bool:
+    def is_due(self, closed: int, rounds: int, steps: Lengths) -> bool:
         """Whether it is time for another measurement: about NOTES times in a run."""
         last = max((row["round"] for row in self.rows()), default=0)
-        return closed * NOTES // rounds > last * NOTES // rounds
+        total, done, noted = (steps.before(each + 1) for each in (rounds, closed, last))
+        return done * NOTES // total > noted * NOTES // total
 
     def add(self, row: dict[str, Any], output: Out) -> None:
         """Writes down one more."""
@@ -247,8 +249,10 @@ def closed_rounds(now: Status) -> int:
 class Outlook:
     """How long the rest takes, at this start's pace: earlier starts and pauses tell nothing."""
 
+    steps: Lengths
+    """Local steps of every round: a long one takes longer."""
     first: int | None = None
-    """Rounds that were closed at the first look."""
+    """Steps of the rounds that were closed at the first look."""
     seconds: float = 0.0
     """That passed since then without a pause."""
     last: float = 0.0
@@ -256,14 +260,14 @@ class Outlook:
 
     def left(self, now: Status, at: float) -> float | None:
         """Seconds; None until a round was closed under our eyes."""
-        closed = closed_rounds(now)
+        total, closed = (self.steps.before(each + 1) for each in (now.rounds, closed_rounds(now)))
         if self.first is None:
             self.first = closed
         elif now.state != "paused":
             self.seconds += at - self.last
         self.last = at
         done = closed - self.first
-        return self.seconds / done * (now.rounds - closed) if done else None
+        return self.seconds / done * (total - closed) if done else None
 
 
 def table(now: Status, left: float | None) -> Table:

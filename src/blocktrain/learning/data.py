@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from blocktrain.errors import BadCorpus, BadInput
 from blocktrain.learning.fetch import SOURCES, fetch, nearest
-from blocktrain.terms import Digest, Progress, silent
+from blocktrain.terms import Digest, Lengths, Progress, silent
 
 Text = NDArray[np.uint8]
 Rows = NDArray[np.int64]
@@ -58,16 +58,17 @@ class Plan:
 
     seed: int
     slots: int
-    steps: int
+    steps: Lengths
     batch: int
     window: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**64:
             raise BadInput(f"The seed is {self.seed}; choose one from 0 to 2**64 - 1.")
-        for name in ("slots", "steps", "batch", "window"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name} is {getattr(self, name)}; choose 1 or more.")
+        sizes = {"slots": self.slots, "batch": self.batch, "window": self.window}
+        for name, size in (sizes | {"steps": self.steps.full}).items():
+            if size < 1:
+                raise BadInput(f"{name} is {size}; choose 1 or more.")
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ def batches(data: Text, plan: Plan, cursor: Cursor) -> Iterator[tuple[Rows, Curs
         raise BadInput(f"There is no slot {cursor.slot}; choose one from 0 to {plan.slots - 1}.")
     if cursor.round < 1:
         raise BadInput(f"There is no round {cursor.round}; rounds count from 1.")
-    if not 0 <= cursor.step <= plan.steps:
-        raise BadInput(f"There is no step {cursor.step}; a round has steps 0 to {plan.steps}.")
+    steps = plan.steps.of(cursor.round)
+    if not 0 <= cursor.step <= steps:
+        raise BadInput(f"There is no step {cursor.step}; the round has steps 0 to {steps}.")
     # One window fewer than fit, so that the number is the same in every epoch, whatever its phase:
     # phase + windows * T + 1 <= (T - 1) + windows * T + 1 <= len(data).
     windows = len(data) // plan.window - 1
@@ -139,8 +141,9 @@ def batches(data: Text, plan: Plan, cursor: Cursor) -> Iterator[tuple[Rows, Curs
 
 def _batches(data: Text, windows: int, plan: Plan, cursor: Cursor) -> Iterator[tuple[Rows, Cursor]]:
     ahead = np.arange(plan.window + 1)
-    for step in range(cursor.step, plan.steps):
-        turn = (cursor.round - 1) * plan.steps + step
+    before = plan.steps.before(cursor.round)
+    for step in range(cursor.step, plan.steps.of(cursor.round)):
+        turn = before + step
         numbers_B = (turn * plan.slots + cursor.slot) * plan.batch + np.arange(plan.batch)
         epochs_B, places_B = np.divmod(numbers_B, windows)
         starts_B = np.empty_like(numbers_B)

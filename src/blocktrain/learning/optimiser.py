@@ -1,4 +1,7 @@
-"""Muon for matrices, AdamW for the rest, both local to one block.
+"""Muon with even rows for matrices, AdamW for the rest, both local to one block.
+
+Even rows: an orthogonal step still moves some neurons further than others, step after step, so
+each row is divided by how far it usually goes (NorMuon, Li et al., 2025).
 
 torch has a Muon too, but it orthogonalises in bfloat16, which CPUs without bf16 units do 30 to 90
 times slower than float32, and its state has no names to take a digest of.
@@ -16,6 +19,7 @@ from blocktrain.terms import Digest
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic whose slope at 0 is steep (Jordan, 2024)
 NEWTON_SCHULZ_STEPS = 5
+TINY = 1e-7  # instead of dividing by 0: while heads are 0, so is every other gradient
 MUON_PARTS = ("attention.", "mlp.", "z_in.")
 
 
@@ -28,7 +32,7 @@ class Rates:
     other: float = 0.005
     """AdamW's learning rate (embeddings, heads, norms); R replicas take sqrt(R) times it."""
     momentum: float = 0.95
-    """Muon's momentum."""
+    """Muon's momentum, and how slowly it forgets how far each row goes."""
     warmup: float = 0.02
     """Share of the run in which rates rise from 0."""
     cooldown: float = 0.5
@@ -76,6 +80,9 @@ class Optimiser:
         self.momenta = {
             name: take(state, f"momentum.{name}", p.data) for name, p in self.matrices.items()
         }
+        self.energies = {
+            name: take(state, f"energy.{name}", p.data[:, :1]) for name, p in self.matrices.items()
+        }
         self.adamw = torch.optim.AdamW(
             self.others.values(), lr=rates.other, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
         )
@@ -96,7 +103,7 @@ class Optimiser:
 
     @torch.no_grad()
     def step_matrices(self, factor: float) -> None:
-        """Muon: momentum, then the nearest matrix whose singular values are all about 1."""
+        """Momentum, then the nearest matrix whose singular values are all about 1, rows evened."""
         rate = self.rates.matrix * factor
         for name, matrix in self.matrices.items():
             if matrix.grad is None:
@@ -105,6 +112,7 @@ class Optimiser:
             momentum.lerp_(matrix.grad, 1 - self.rates.momentum)
             look_ahead = matrix.grad.lerp_(momentum, self.rates.momentum)
             direction = orthogonal(look_ahead)
+            direction = evened(direction, self.energies[name], self.rates.momentum)
             tall = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
             if self.rates.decay:
                 matrix.mul_(1 - rate * self.rates.decay)
@@ -114,6 +122,7 @@ class Optimiser:
     def state(self) -> dict[str, Tensor]:
         """Everything needed to go on, by name, on the CPU."""
         state = {f"momentum.{name}": tensor.cpu() for name, tensor in self.momenta.items()}
+        state |= {f"energy.{name}": tensor.cpu() for name, tensor in self.energies.items()}
         for name, parameter in self.others.items():
             for key, value in self.adamw.state[parameter].items():
                 state[f"{key}.{name}"] = value.cpu()
@@ -130,7 +139,7 @@ def state_shapes(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[i
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameters.items():
         if is_matrix(name, shape):
-            shapes[f"momentum.{name}"] = shape
+            shapes |= {f"momentum.{name}": shape, f"energy.{name}": (shape[0], 1)}
         else:
             shapes |= {f"step.{name}": (), f"exp_avg.{name}": shape, f"exp_avg_sq.{name}": shape}
     return shapes
@@ -149,11 +158,22 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """Newton-Schulz iteration towards U V^T of matrix = U S V^T."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / (x.norm() + 1e-7)
+    x = x / (x.norm() + TINY)
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.T
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def evened(direction: Tensor, energy: Tensor, kept: float) -> Tensor:
+    """The direction, as long as before, with every row divided by its usual length.
+
+    `energy` is the running mean of each row's square, and is brought up to date. That it begins at
+    0 makes all rows too long by one factor, which the length takes back.
+    """
+    energy.lerp_(direction.square().mean(1, keepdim=True), 1 - kept)
+    even = direction / (energy.sqrt() + TINY)
+    return even.mul_(direction.norm() / (even.norm() + TINY))
 
 
 def digest_of(tensors: dict[str, Tensor]) -> Digest:

@@ -1,5 +1,6 @@
 """What an assignment means to learning: the same for a worker and for a replay."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,9 @@ def run_of(charter: Charter) -> Run:
         table = msgspec.json.decode(charter.learning, type=dict)
     except msgspec.DecodeError as error:
         raise BadInput(f"The run's settings are not understood ({error}); upgrade.") from None
-    return config.fill(Run, table, where="the run's charter")
+    run = config.fill(Run, table, where="the run's charter")
+    # The rules decide how long rounds are, also in charters from before rounds could grow.
+    return replace(run, pace=replace(run.pace, first_steps=charter.rules.first_steps))
 
 
 def work_of(run: Run, assignment: Assignment | ledger.Assignment) -> Work:

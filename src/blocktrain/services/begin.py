@@ -69,6 +69,7 @@ class Settings:
             blocks=self.run.shape.blocks,
             replicas=pace.replicas,
             local_steps=pace.local_steps,
+            first_steps=pace.first_steps,
             bytes_per_step=pace.batch * self.run.shape.window,
             **timing,
         )

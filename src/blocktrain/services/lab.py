@@ -53,7 +53,7 @@ SAVE_EVERY = 60.0  # seconds: at most this much work is lost to kill -9
 class Watch:
     """How a run tells what it does, and how it is told to stop."""
 
-    rounds: Progress = silent
+    steps: Progress = silent
     evaluation: Progress = silent
     note: Callable[[str], None] = lambda text: None
     noted: Callable[[dict[str, Any]], None] = lambda row: None
@@ -90,7 +90,7 @@ class Lab:
         last = time.monotonic()
         try:
             while now.round < self.run.pace.rounds:
-                self.watch.rounds(now.round, self.run.pace.rounds)
+                self.watch.steps(*self.steps_done(now.round))
                 now = self.advance(now)
                 if self.is_noted(now.round):
                     self.note(now)
@@ -99,7 +99,7 @@ class Lab:
                     last = time.monotonic()
         finally:  # on Ctrl+C too: `now` is always the state after a whole round
             save(now, self.folder, self.identity)
-        self.watch.rounds(now.round, self.run.pace.rounds)
+        self.watch.steps(*self.steps_done(now.round))
         model = self.assemble(now)
         save_model(model, self.folder, self.identity)
         return model, now
@@ -160,7 +160,7 @@ class Lab:
     def batches(self, slot: int, number: int) -> Iterator[tuple[NDArray[np.int64], Cursor]]:
         """The data of one slot in one round, the same for every block: what it has time for."""
         pace = self.run.pace
-        steps = self.hardship.steps(pace.local_steps, slot, pace.replicas)
+        steps = self.hardship.steps(pace.steps.of(number), slot, pace.replicas)
         return islice(batches(self.corpus.train, self.run.plan, Cursor(slot, number, 0)), steps)
 
     def loader(self, index: int, steady: Parameters) -> Loader:
@@ -190,8 +190,14 @@ class Lab:
 
     def is_noted(self, number: int) -> bool:
         """Whether CE of a sample is measured after this round: about `notes` times in a run."""
-        notes, rounds = self.watch.notes, self.run.pace.rounds
-        return number * notes // rounds > (number - 1) * notes // rounds
+        notes = self.watch.notes
+        (before, total), (after, _) = self.steps_done(number - 1), self.steps_done(number)
+        return after * notes // total > before * notes // total
+
+    def steps_done(self, number: int) -> tuple[int, int]:
+        """Steps of each replica after so many rounds, and in all."""
+        steps, rounds = self.run.pace.steps, self.run.pace.rounds
+        return steps.before(number + 1), steps.before(rounds + 1)
 
     def note(self, now: Standings) -> None:
         """Measures CE on a sample of the valid split, and writes it down."""

@@ -9,6 +9,7 @@ from blocktrain.learning.model import Shape
 from blocktrain.learning.noise import Noise
 from blocktrain.learning.objective import Recipe, Task
 from blocktrain.learning.optimiser import Rates
+from blocktrain.terms import Lengths
 from blocktrain.wire.codecs import CODECS
 
 
@@ -16,10 +17,12 @@ from blocktrain.wire.codecs import CODECS
 class Pace:
     """How much is trained, in which portions."""
 
-    rounds: int = 40
+    rounds: int = 67
     """Rounds; each block gets one new snapshot per round."""
     local_steps: int = 20
     """Steps a replica makes on its own in one round."""
+    first_steps: int = 2
+    """The same in the first rounds, which grow from there; 0: all rounds are alike."""
     replicas: int = 1
     """Workers per block."""
     batch: int = 8
@@ -33,8 +36,15 @@ class Pace:
         for name in ("rounds", "local_steps", "replicas", "batch", "micro"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.first_steps < 0:
+            raise BadConfig(f"first_steps is {self.first_steps}; it must be 0 or more.")
         if self.seed < 0:
             raise BadConfig(f"seed is {self.seed}; it must be 0 or more.")
+
+    @property
+    def steps(self) -> Lengths:
+        """Local steps of every round."""
+        return Lengths(self.local_steps, self.first_steps)
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class Run:
     def plan(self) -> Plan:
         """What data each replica sees."""
         pace = self.pace
-        return Plan(pace.seed, pace.replicas, pace.local_steps, pace.batch, self.shape.window)
+        return Plan(pace.seed, pace.replicas, pace.steps, pace.batch, self.shape.window)
 
     @property
     def bytes_per_step(self) -> int:
@@ -80,7 +90,7 @@ class Run:
 
     def bytes_after(self, rounds: int) -> int:
         """Bytes each block has been trained on after so many rounds."""
-        return rounds * self.pace.local_steps * self.bytes_per_step
+        return self.pace.steps.before(rounds + 1) * self.bytes_per_step
 
     def end_to_end(self, layers: int) -> "Run":
         """The ordinary model of this depth, on the same bytes in the same order."""
