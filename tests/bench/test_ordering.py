@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from blocktrain.bench.scales import changed
+from blocktrain.bench.scales import changed, sized
 from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.services.lab import Lab, Watch, experiment
 from blocktrain.services.run import Run
 
 WORDS, FOLLOWING = 60, 3
-BLOCKS = changed(
-    Run(), blocks=2, width=32, window=64, batch=16, rounds=15, local_steps=10, lookahead=1
+STEPS = 150
+BLOCKS = sized(
+    changed(Run(), blocks=2, width=32, window=64, batch=16, local_steps=10, lookahead=1),
+    STEPS * 16 * 64,
 )
 METHODS = {
     "end to end": BLOCKS.end_to_end(2),

@@ -69,7 +69,7 @@ def made(
     for objective in ("neighbours", "denoise"):
         out = tmp_path_factory.mktemp("model") / objective
         size = ["--width", "32", "--heads", "2", "--window", "32", "--blocks", "2"]
-        pace = ["--rounds", "8", "--local-steps", "8", "--batch", "8"]
+        pace = ["--rounds", "8", "--local-steps", "8", "--first-steps", "0", "--batch", "8"]
         done = blocktrain(
             "lab", "--objective", objective, *size, *pace, "--data", str(text), "--out", str(out)
         )

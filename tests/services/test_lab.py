@@ -69,7 +69,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(corpus: Corpus, tmp_path: Path) 
     _, whole = lab(SMALL, corpus, tmp_path / "whole").train()
 
     def interrupt(done: int, total: int) -> None:
-        if done == 2:
+        if done == SMALL.pace.steps.before(3):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -161,7 +161,7 @@ def test_an_experiment_learns_and_reports(
         SMALL,
         shape=shape,
         task=Task(lookahead=1, masked_share=0.2, span=8),
-        pace=Pace(rounds=10, local_steps=3, batch=8),
+        pace=Pace(rounds=10, local_steps=3, first_steps=0, batch=8),
     )
     here = lab(run, corpus, tmp_path, at_once=1)  # else the reference's second thread only spins
     result = experiment(here, with_reference=True)
@@ -263,7 +263,7 @@ def test_a_run_with_trouble_goes_on_bit_for_bit_and_is_another_run(
     _, whole = lab(run, corpus, tmp_path / "whole", hardship=hardship).train()
 
     def interrupt(done: int, total: int) -> None:
-        if done == 2:
+        if done == run.pace.steps.before(3):
             raise KeyboardInterrupt
 
     cut = lab(run, corpus, tmp_path / "cut", hardship=hardship, watch=Watch(steps=interrupt))
