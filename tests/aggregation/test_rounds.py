@@ -63,7 +63,8 @@ from blocktrain.aggregation.state import (
     rebase,
 )
 from blocktrain.errors import BadConfig
-from blocktrain.terms import Digest, Lengths
+from blocktrain.lengths import Lengths
+from blocktrain.terms import Digest
 
 SIMPLE: dict[str, Any] = {
     "rounds": 3,
