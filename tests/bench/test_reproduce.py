@@ -194,7 +194,7 @@ def test_flops_to_the_references_ce_are_looked_for_in_longer_runs(tmp_path: Path
     never = look(row, scale, tmp_path / "worse")
     assert never.found is not None
     assert never.found.values == []
-    assert "not reached with 1.5 times" in never.found.note
+    assert "not reached with 1.25 times" in never.found.note
     assert len(never.steps) == 4
 
 

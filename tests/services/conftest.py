@@ -134,7 +134,8 @@ def coordinate(tmp_path: Path, corpus: Corpus, words: Path) -> Iterator[Coordina
         where = folder or tmp_path / "run"
         if not where.exists():
             chosen = replace(run, exchange=Exchange(codec))
-            begin(where, Settings("test", chosen, QUICK, **settings), corpus)  # type: ignore[arg-type]
+            told = {"timing": QUICK, **settings}
+            begin(where, Settings("test", chosen, **told), corpus)  # type: ignore[arg-type]
         context = serving(where, words, listen or Listen(port=0))
         place = context.__enter__()
         ends.append(context)

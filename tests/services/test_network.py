@@ -95,7 +95,7 @@ def test_the_lab_gets_the_same_digests_with_replicas_and_codecs(
     coordinate: Coordinate, tmp_path: Path, corpus: Corpus, codec: str
 ) -> None:
     run = replace(TINY, pace=Pace(rounds=3, local_steps=2, batch=2, replicas=2))
-    place = coordinate(run, codec)
+    place = coordinate(run, codec, timing=replace(QUICK, floor=20.0))  # nobody is late here
     crew = place.run_to_the_end(tmp_path / "workers", 4)
     assert sum(each.gave.updates for each in crew) == 12
     settled(place.folder)
