@@ -108,7 +108,8 @@ def memory_ratio(book: Notebook, scale: Scale) -> Found:
 def staleness(book: Notebook, scale: Scale) -> Found:
     """Neighbours that are fresh at every step, rounds of other lengths, and rounds that grow."""
     sides = tuned(book, scale)
-    lengths = [(5, 0), (20, 0), (80, 0), (20, scale.first_steps), (80, scale.first_steps)]
+    short = sides.blocks.pace.first_steps
+    lengths = [(5, 0), (20, 0), (80, 0), (20, short), (80, short)]
     runs = [changed(sides.blocks, local_steps=1, first_steps=0, steady=0.0)]
     runs += [changed(sides.blocks, local_steps=full, first_steps=first) for full, first in lengths]
     runs = [sized(run, scale.trial) for run in runs]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from blocktrain.bench.steps import OUT, WIKITEXT, Notebook, Record
-from blocktrain.services.run import Pace, Run
+from blocktrain.services.run import Run
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ class Scale:
     seeds: tuple[int, ...]
     shared_batch: int = 12
     """Windows per step of all replicas of a block: 1, 2 and 6 of them have equal parts."""
-    first_steps: int = Pace.first_steps
-    """Local steps where rounds start short."""
     crew_steps: int = 5
     """Local steps of a round where a block has several workers."""
     depth: int = 8
