@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,8 @@ def test_killed_at_every_boundary(
     )
     begin_light(tmp_path / "new", rules, Averaging(outer_momentum=0.5), codec)
 
-    def killed_behind(number: int) -> str | None:
-        run = tmp_path / str(number)
+    def killed_behind(sweep: int, number: int) -> str | None:
+        run = tmp_path / f"{sweep}-{number}"  # its log lies beside it, and is this run's alone
         shutil.copytree(tmp_path / "new", run)
         with network(run, lives, workers=1, kill_at=[number]) as net:
             net.finish()
@@ -75,9 +76,10 @@ def test_killed_at_every_boundary(
 
     died_behind: Counter[str] = Counter()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for _ in range(SWEEPS):
+        for sweep in range(SWEEPS):
             for first in itertools.count(1, AT_ONCE):
-                effects = [*pool.map(killed_behind, range(first, first + AT_ONCE))]
+                numbers = range(first, first + AT_ONCE)
+                effects = [*pool.map(partial(killed_behind, sweep), numbers)]
                 died_behind.update(effect for effect in effects if effect)
                 if None in effects:
                     break
