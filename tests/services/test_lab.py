@@ -144,6 +144,12 @@ def test_outer_momentum_survives_a_restart(corpus: Corpus, tmp_path: Path) -> No
     assert now.blocks[0].momentum is not None
 
 
+def test_a_run_stopped_in_its_first_round_is_saved(corpus: Corpus, tmp_path: Path) -> None:
+    here = lab(SMALL, corpus, tmp_path)
+    save(here.beginning(), here.folder, here.identity)
+    assert equal(here.advance(here.resume()), here.advance(here.beginning()))
+
+
 def test_the_reference_is_the_same_code_with_one_deep_block(corpus: Corpus) -> None:
     deep = SMALL.end_to_end(3)
     assert (deep.shape.blocks, deep.shape.layers) == (1, 3)

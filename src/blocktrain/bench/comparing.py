@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blocktrain.bench.costs import flops_of, moved_per_round
+from blocktrain.bench.scales import changed
 from blocktrain.bench.steps import Notebook, Record
 from blocktrain.services.run import Run
 
@@ -26,11 +27,16 @@ class Found:
 def against(
     book: Notebook, runs: list[Run], reference: Run, *settings: str, flops: bool = False
 ) -> Table:
-    """A line for each run: its settings, CE, and the gap to the reference."""
-    *found, aim = book.labs(*runs, reference)
+    """A line for each run: its settings, CE, and the gap to the reference.
+
+    The reference averages its weights as each run does.
+    """
+    aims = [changed(reference, steady=run.averaging.steady) for run in runs]
+    found = book.labs(*runs, *aims)
     table: Table = []
-    for run, record in zip(runs, found, strict=True):
+    for run, record, aim in zip(runs, found, found[len(runs) :], strict=False):
         table.append({name: setting(run, name) for name in settings})
+        table[-1] |= {"MB seen": record.result["bytes_seen"] / 1e6}
         table[-1] |= {"ce": record.result["ce"], "gap": less(record, aim)}
         if flops:
             table[-1]["FLOPs / reference's"] = flops_of(run) / flops_of(reference)

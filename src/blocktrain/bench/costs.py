@@ -20,12 +20,12 @@ ALONE = Task(lookahead=0)
 
 
 @cache
-def flops_of(run: Run) -> float:
+def flops_of(run: Run, muon: bool = True) -> float:
     """Matrix products of all workers over the whole run; nothing is shared between them."""
     if run.shape.objective != "neighbours":
         raise BadInput("FLOPs are counted for neighbours only; choose that objective.")
     step = sum(
-        products(run, index) + muon_products(new_block(run.shape, index, 0))
+        products(run, index) + muon * muon_products(new_block(run.shape, index, 0))
         for index in range(run.shape.blocks)
     )
     return step * run.pace.replicas * run.pace.steps.before(run.pace.rounds + 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.bench.comparing import Found, Table, against, curve, less, mb, moving, reached
 from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
-from blocktrain.bench.scales import Scale, changed, headline, sized, tuned
+from blocktrain.bench.scales import Scale, best, changed, headline, sized, tuned
 from blocktrain.bench.steps import Notebook, Record, bench, lab, three_hosts
 from blocktrain.bench.three_hosts import PAPER_CE
 from blocktrain.services.hardship import NONE, Hardship
@@ -83,7 +83,9 @@ def flops_ratio(book: Notebook, scale: Scale) -> Found:
         [found] = book.labs(run)
         if share := reached(found.history, aim.history[-1][1]):
             value = share * flops_of(run) / flops_of(reference)
-            return Found([value], note=f"after {share:.0%} of {mb(found)}, by a sample of valid")
+            plain = share * flops_of(run, muon=False) / flops_of(reference, muon=False)
+            note = f"after {share:.0%} of {mb(found)}, by a sample of valid"
+            return Found([value], note=f"{note}; without Muon's own products {plain:.2f}")
     return Found(note=f"not reached with {STRETCHES[-1]:g} times the bytes")
 
 
@@ -99,7 +101,9 @@ def memory_ratio(book: Notebook, scale: Scale) -> Found:
     """Anonymous memory of a worker against the end-to-end trainer's."""
     [found] = book.read(bench("memory", *scale.memory))
     millions = found.result["parameters_per_block"] / 1e6
-    return Found([found.result["neighbours_ratio"]], note=f"{millions:.0f} M parameters a block")
+    mapped = found.result["neighbours_mapped_mib"]
+    note = f"{millions:.0f} M parameters a block; besides, {mapped:.0f} MiB of files are mapped"
+    return Found([found.result["neighbours_ratio"]], note=note)
 
 
 # --- 1, staleness, and 2, lookahead -------------------------------------------------------------
@@ -110,12 +114,15 @@ def staleness(book: Notebook, scale: Scale) -> Found:
     sides = tuned(book, scale)
     short = sides.blocks.pace.first_steps
     lengths = [(5, 0), (20, 0), (80, 0), (20, short), (80, short)]
-    runs = [changed(sides.blocks, local_steps=1, first_steps=0, steady=0.0)]
+    runs = [changed(sides.blocks, local_steps=1, first_steps=0, steady=0.0, codec="fp32")]
     runs += [changed(sides.blocks, local_steps=full, first_steps=first) for full, first in lengths]
     runs = [sized(run, scale.trial) for run in runs]
     reference = sized(sides.reference, scale.trial)
     settings = ("local_steps", "first_steps", "steady", "rounds")
-    return Found(table=against(book, runs, reference, *settings))
+    table = against(book, runs, reference, *settings)
+    for line, run in zip(table, runs, strict=True):
+        line["longest round"] = run.pace.steps.of(run.pace.rounds)
+    return Found(table=table, note="steady 0, fp32: neighbours are fresh at every step")
 
 
 def gap_h80(book: Notebook, scale: Scale) -> Found:
@@ -124,8 +131,8 @@ def gap_h80(book: Notebook, scale: Scale) -> Found:
     long = changed(sides.blocks, local_steps=80)
     runs = [sized(run, scale.budget) for run in (long, sides.reference)]
     blocks, reference = book.labs(*runs)
-    note = f"{runs[0].pace.rounds} rounds, the first of {long.pace.steps.of(2)} steps"
-    return Found([less(blocks, reference)], note=note)
+    note = f"{runs[0].pace.rounds} rounds, the first of {long.pace.first_steps} steps"
+    return Found([less(blocks, reference)], note=f"{note}, {mb(blocks)} seen")
 
 
 def steady(book: Notebook, scale: Scale) -> Found:
@@ -160,43 +167,47 @@ def replicas(book: Notebook, scale: Scale) -> Found:
     """1, 2 and 6 workers per block: the same bytes and steps, each with its part of a batch."""
     blocks = tuned(book, scale).blocks
     runs = [crew(blocks, scale, count) for count in (1, 2, 6)]
-    return moving(book, "blocks", [*runs, with_long_rounds(runs[-1], scale)])
+    far = [with_rounds_of(scale.base.pace.local_steps, run, scale) for run in (runs[0], runs[-1])]
+    return moving(book, "blocks", [*runs, *far])
 
 
 def six_workers_extra(book: Notebook, scale: Scale) -> Found:
     """One line of the table about replicas."""
-    one, _, six, _ = replicas(book, scale).table
+    one, _, six, *_ = replicas(book, scale).table
     return Found([six["ce"] - one["ce"]])
 
 
 def diloco(book: Notebook, scale: Scale) -> Found:
-    """Workers that hold the whole model and average it: plainly, and with DiLoCo's own step."""
+    """Workers that hold the whole model and average it: plainly, and with DiLoCo's own step, which
+    has no use for the longer local steps of plain averaging. One worker is end to end."""
     sides = tuned(book, scale)
     whole = changed(
         sides.blocks, blocks=1, layers=sides.reference.shape.layers,
         matrix=sides.reference.rates.matrix,
     )  # fmt: skip
     runs = [crew(whole, scale, count) for count in (1, 2, 6)]
-    far = with_long_rounds(runs[-1], scale)
-    return moving(book, "DiLoCo", [*runs, far, changed(far, **DILOCO)])
+    far = with_rounds_of(scale.base.pace.local_steps, runs[-1], scale)
+    inner = {name: getattr(far.rates, name) / 6**0.5 for name in ("matrix", "other")}
+    theirs = changed(far, **DILOCO, **inner)
+    return moving(book, "DiLoCo", [*runs, far, theirs, with_rounds_of(80, theirs, scale)])
 
 
 def codecs(book: Notebook, scale: Scale) -> Found:
     """Coarser updates and deltas, made up for by what is kept back."""
-    blocks = tuned(book, scale).blocks
-    runs = [changed(blocks, codec=name) for name in ("fp32", "int8", "int4", "int2")]
-    return moving(book, "blocks", [sized(run, scale.trial) for run in runs])
+    run = crew(tuned(book, scale).blocks, scale, 1)
+    names = ("fp32", "int8", "int4", "int2")
+    return moving(book, "blocks", [changed(run, codec=name) for name in names])
 
 
 def crew(run: Run, scale: Scale, count: int) -> Run:
     """So many workers per block, who share what one has for a step, and meet often."""
     shared = changed(run, replicas=count, batch=scale.shared_batch // count, first_steps=0)
-    return sized(changed(shared, local_steps=scale.crew_steps), scale.trial)
+    return with_rounds_of(scale.crew_steps, shared, scale)
 
 
-def with_long_rounds(run: Run, scale: Scale) -> Run:
-    """The same with the usual number of local steps."""
-    return sized(changed(run, local_steps=scale.base.pace.local_steps), scale.trial)
+def with_rounds_of(steps: int, run: Run, scale: Scale) -> Run:
+    """The same with another number of local steps."""
+    return sized(changed(run, local_steps=steps), scale.trial)
 
 
 # --- 5, blocks, and 6, denoise -------------------------------------------------------------------
@@ -224,11 +235,14 @@ def gap_k8(book: Notebook, scale: Scale) -> Found:
 
 
 def denoise(book: Notebook, scale: Scale) -> Found:
-    """The paper's objective by every readout, beside what needs no noise."""
+    """The paper's objective at its best rate by every readout, beside what needs no noise."""
     sides = tuned(book, scale)
-    noisy = changed(sides.blocks, objective="denoise")
-    kinds = (sides.reference, sides.shallow, sides.blocks, noisy)
-    runs = [sized(run, scale.trial) for run in kinds]
+    # All samples are for the readout of the next byte, and no neighbour asks for short rounds.
+    alone = changed(sides.blocks, objective="denoise", masked_share=0.0, first_steps=0)
+    tries = [sized(changed(alone, matrix=rate), scale.trial) for rate in scale.grid]
+    noisy = tries[best(book.labs(*tries))]
+    runs = [sized(run, scale.trial) for run in (sides.reference, sides.shallow, sides.blocks)]
+    runs.append(noisy)
     found = book.labs(*runs)
     readouts = book.of_model("evaluate", runs[-1], "--readouts")
     names = ("end to end, all layers", "end to end, one block's layers", "neighbours", HEADLINE)
@@ -239,7 +253,10 @@ def denoise(book: Notebook, scale: Scale) -> Found:
     table += [
         {"readout": f"denoise, {name}", "ce": ce, "gap": None} for name, ce in samples(readouts)
     ]
-    return Found(table=table, note="a sample's CE has no gap to that of the whole test split")
+    note = (
+        f"denoise at Muon's rate {noisy.rates.matrix:g}; a sample of test has no gap to all of it"
+    )
+    return Found(table=table, note=note)
 
 
 # --- 3, composition, and 7, hardship -------------------------------------------------------------
@@ -260,7 +277,7 @@ def samples(readouts: Record) -> list[tuple[str, float]]:
 
 def unreliable(book: Notebook, scale: Scale) -> Found:
     """Four workers per block: slow ones, late ones, and late ones that are salvaged."""
-    run = crew(tuned(book, scale).blocks, scale, 4)
+    run = with_rounds_of(8, crew(tuned(book, scale).blocks, scale, 4), scale)  # slowest: 1 of 8
     kinds = (
         NONE,
         Hardship(slowest=8),
@@ -291,9 +308,9 @@ ROWS = (
     Row("ce", "four blocks, one worker each: CE", ce, NATS, "1.359", 1.25, 1.15),
     Row("gap", "gap to end to end, rounds of 20 steps", gap, NATS, "about 0.04", 0.015, 0.0),
     Row("gap_h80", "the same with rounds of 80 steps", gap_h80, NATS, "not stated", 0.04, 0.01),
-    Row("six_workers_extra", "six workers per block over one, equal steps and bytes",
+    Row("six_workers_extra", "six workers per block over one, equal steps and bytes, short rounds",
         six_workers_extra, NATS, "+0.026", 0.02, 0.01),
-    Row("wan_bytes", "three hosts over a WAN: bytes moved to CE 1.811", wan_bytes, "MB",
+    Row("wan_bytes", "three hosts over a WAN: bytes moved to CE 1.811 (sample)", wan_bytes, "MB",
         "15.22 GB in all", 152e6, 50e6, quick=False),
     Row("memory_ratio", "a worker's peak memory over the end-to-end trainer's", memory_ratio,
         "ratio", '"modest"', 0.45, 0.32),

@@ -122,9 +122,11 @@ def result(seen: Look, scale: Scale, folder: Path) -> Result:
 
 
 def judged(value: float | None, row: Result) -> str | None:
-    """What it reached. Less is better in every row."""
-    if value is None or row.bar is None or row.goal is None:
+    """What it reached. Less is better in every row; no value: what was asked for never came."""
+    if row.bar is None or row.goal is None:
         return None
+    if value is None:
+        return "neither"
     return "goal" if value <= row.goal else "bar" if value <= row.bar else "neither"
 
 

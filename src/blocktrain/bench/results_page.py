@@ -50,8 +50,10 @@ def introduction(results: Results) -> str:
         f"{shape(results.base)} if a table does not say otherwise. In the former "
         f"each block sees at least {results.budget / 1e6:g} MB, in `blocks` and `gap_k8` "
         f"{results.part / 1e6:g} MB, in the other tables {results.trial / 1e6:g} MB. "
-        "A value is the mean over its seeds, its spread the highest less the lowest. One "
-        "end-to-end reference, with rounds of the usual length, serves all rows of a table."
+        "A value is the mean over its seeds, its spread the highest less the lowest. References "
+        "have rounds of the usual length, and average their weights as the run they are compared "
+        "with. Rounds are whole, so bytes may differ a little: tables tell them. What was tried "
+        "without a row of its own is in the project's lab book, LOG.md."
     )
 
 

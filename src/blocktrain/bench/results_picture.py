@@ -14,19 +14,21 @@ from blocktrain.bench.comparing import Table
 from blocktrain.bench.results import Results
 
 BLOCKS, ALIKE, END_TO_END, DILOCO = "#0b6e4f", "#8cbfae", "#333333", "#b08900"
-CURVES, FRONTIER = "results-curves.png", "results-frontier.png"
+CURVES, CREWS, FRONTIER = "results-curves.png", "results-crews.png", "results-frontier.png"
 STALENESS, CUTS = "results-staleness.png", "results-blocks.png"
 SAMPLE = "CE, nats per byte (64 KiB sample of valid)"
 MANY = 4  # lines; the legend of more stands beside the picture, where it covers none
-MARKS = "osD^v"
-"""One mark for each line of a family, in the order of its table."""
+MARKS = "osD^vP"
+"""One mark for each line of a family, in the order of its table; and one style."""
+STYLES = ("-", "--", "-.", ":", (0, (1, 4)), (0, (6, 4)))
 
 
 def drawn(results: Results) -> dict[str, str]:
     """The pictures there is data for, and what they show."""
     needs = {
-        CURVES: ("CE against bytes seen", ("ce", "gap")),
-        FRONTIER: ("CE against bytes moved", ("replicas", "diloco")),
+        CURVES: ("CE against bytes seen, one worker per block", ("ce", "gap")),
+        CREWS: ("CE against bytes seen, several workers per block", ("replicas", "diloco")),
+        FRONTIER: ("CE against bytes moved", ("replicas", "diloco", "codecs")),
         STALENESS: ("Gap against local steps per round", ("staleness",)),
         CUTS: ("Gap against the number of blocks", ("blocks",)),
     }
@@ -37,6 +39,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     """Draws them into a folder; what could not be drawn from these results is not left there."""
     painters: dict[str, Callable[[Axes, Results], None]] = {
         CURVES: curves,
+        CREWS: crews,
         FRONTIER: frontier,
         STALENESS: staleness,
         CUTS: cuts,
@@ -60,25 +63,36 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def curves(axes: Axes, results: Results) -> None:
-    """CE against bytes seen: reference, blocks, DiLoCo."""
+    """CE against bytes seen: reference and blocks."""
     for key, colour, words in (("gap", END_TO_END, "end to end"), ("ce", BLOCKS, "four blocks")):
         for points in lines_of(results, key).values():
             line(axes, points, words, color=colour, linestyle="--" if key == "gap" else "-")
-    for name, points in lines_of(results, "diloco").items():
-        if "replicas: 6" in name:
-            style = "-." if "momentum" in name else ":"
-            line(axes, points, name, color=DILOCO, linestyle=style)
+    axes.set_xlabel("MB seen by each block")
+    axes.set_ylabel(SAMPLE)
+
+
+def crews(axes: Axes, results: Results) -> None:
+    """CE against bytes seen: blocks, and workers that hold the whole model; one is end to end."""
+    for key, colour in (("replicas", BLOCKS), ("diloco", DILOCO)):
+        for style, (name, points) in zip(STYLES, lines_of(results, key).items(), strict=False):
+            one = key == "diloco" and "replicas: 1" in name
+            words, shade = ("end to end", END_TO_END) if one else (name, colour)
+            line(axes, points, words, color=shade, linestyle=style, linewidth=1.5)
     axes.set_xlabel("MB seen by each block")
     axes.set_ylabel(SAMPLE)
 
 
 def frontier(axes: Axes, results: Results) -> None:
     """CE against bytes moved, along each run: blocks and DiLoCo on the same axes."""
-    for key, colour in (("replicas", BLOCKS), ("diloco", DILOCO)):
+    shown = set[str]()
+    for key, colour in (("replicas", BLOCKS), ("diloco", DILOCO), ("codecs", ALIKE)):
         row = results.row(key)
         if row is None:
             continue
         for mark, entry, (name, points) in zip(MARKS, row.table, row.curves.items(), strict=False):
+            if name in shown:
+                continue
+            shown.add(name)
             per_byte = entry["MB moved"] * 1e6 / points[-1][0]
             moved = [(seen * per_byte, sample) for seen, sample in points]
             line(axes, moved, name, color=colour, marker=mark, markersize=4, alpha=0.9)

@@ -180,7 +180,7 @@ def other_than(usual: Any, ours: Any) -> list[str]:
 def do(step: Step, folder: Path, progress: Progress = silent) -> Record:
     """Does a step in a child process and keeps what it came to."""
     folder.mkdir(parents=True, exist_ok=True)
-    commit = commit_of(Path(__file__).parent)
+    commit = commit_of(Path(__file__).parents[1])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     log = folder / f"{step.name}.log"
     command = step.command(folder)

@@ -218,12 +218,13 @@ class Lab:
         return saved(self.folder, self.identity) or self.beginning()
 
     def beginning(self) -> Standings:
-        """Every block as its seed makes it; the first steady one is the first snapshot."""
+        """Every block as its seed makes it; the first steady one equals the first snapshot."""
         first = [
             parameters_of(new_block(self.run.shape, index, self.run.pace.seed))
             for index in range(self.run.shape.blocks)
         ]
-        return Standings([Kept(snapshot, snapshot) for snapshot in first])
+        own = [{name: value.copy() for name, value in snapshot.items()} for snapshot in first]
+        return Standings([Kept(*both) for both in zip(first, own, strict=True)])
 
 
 @dataclass(frozen=True)
