@@ -63,7 +63,8 @@ def moving(book: Notebook, family: str, runs: list[Run]) -> Found:
             }
         )
         label = f"{family}, replicas: {pace.replicas}, {pace.local_steps} steps, {codec}"
-        curves[label if label not in curves else f"{label}, {outer}"] = curve(found)
+        plain = (averaging.outer_rate, averaging.outer_momentum) == (1, 0)
+        curves[label if plain else f"{label}, {outer}"] = curve(found)
     return Found(table=table, curves=curves)
 
 

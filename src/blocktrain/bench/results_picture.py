@@ -76,7 +76,7 @@ def crews(axes: Axes, results: Results) -> None:
     for key, colour in (("replicas", BLOCKS), ("diloco", DILOCO)):
         for style, (name, points) in zip(STYLES, lines_of(results, key).items(), strict=False):
             one = key == "diloco" and "replicas: 1" in name
-            words, shade = ("end to end", END_TO_END) if one else (name, colour)
+            words, shade = ("end to end, int4", END_TO_END) if one else (name, colour)
             line(axes, points, words, color=shade, linestyle=style, linewidth=1.5)
     axes.set_xlabel("MB seen by each block")
     axes.set_ylabel(SAMPLE)
