@@ -43,6 +43,8 @@ class Task:
     """How many blocks downstream the loss looks through (neighbours)."""
     own_share: float = 0.1
     """Share of the loss taken at the block's own head (neighbours)."""
+    own_last: float = -1.0
+    """Trial: what `own_share` becomes by the end of the run, in a straight line; below 0: stays."""
     masked_share: float = 0.25
     """Share of the samples with a masked span (denoise)."""
     span: int = 64
@@ -144,6 +146,11 @@ class Neighbours:
         hidden_BTD = block.embed(rows_BT1[:, :-1]) if features is None else features
         hidden_BTD = block(hidden_BTD, sight)
         own = cross_entropy(block.head(hidden_BTD), rows_BT1)
+        if hasattr(block, "far_head"):  # trial: a deeper head in place of neighbours downstream
+            for layer in block.auxiliary:
+                hidden_BTD = layer(hidden_BTD, sight)
+            far = cross_entropy(block.far_head(hidden_BTD), rows_BT1)
+            return self.task.own_share * own + (1 - self.task.own_share) * far
         if not self.downstream:
             return own
         for copy in self.downstream:

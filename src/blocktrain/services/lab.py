@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blocktrain.aggregation.combine import Kept, Part, combine
+from blocktrain.aggregation.combine import Kept, Part, combine, law_at
 from blocktrain.learning.data import Corpus, Cursor, batches
 from blocktrain.learning.device import threads
 from blocktrain.learning.evaluate import SAMPLE, evaluate
@@ -108,6 +108,11 @@ class Lab:
         """One round of every block, against the steady neighbours of the round before."""
         began = time.process_time()
         number, replicas = now.round + 1, self.run.pace.replicas
+        recipe, (over, total) = self.run.recipe, self.steps_done(now.round)
+        if recipe.task.own_last >= 0:
+            first, last = recipe.task.own_share, recipe.task.own_last
+            share = first + over / total * (last - first)
+            recipe = replace(recipe, task=replace(recipe.task, own_share=share))
         neighbours = [self.loader(index, block.steady) for index, block in enumerate(now.blocks)]
 
         def replica(at: tuple[int, int]) -> tuple[Update, dict[str, Tensor]]:
@@ -115,7 +120,7 @@ class Lab:
             return train_locally(
                 Start(now.blocks[index].snapshot, copied(now.optimisers.get(at, {}))),
                 (rows for rows, _ in self.batches(slot, number)),
-                objective_for(index, self.run.recipe, neighbours),
+                objective_for(index, recipe, neighbours),
                 self.work(index, slot, number),
                 self.device,
             )
@@ -137,7 +142,8 @@ class Lab:
                     late[at] = (change, update.bytes_trained)
                 else:
                     parts.append(Part(change.__getitem__, update.bytes_trained))
-            blocks.append(combine(standing, parts, self.run.averaging, self.run.exchange.codec))
+            law = law_at(self.run.averaging, self.steps_done(number)[0] / total)
+            blocks.append(combine(standing, parts, law, self.run.exchange.codec))
         return Standings(
             blocks,
             {at: optimiser for at, (_, optimiser) in done.items()},
