@@ -63,7 +63,8 @@ from blocktrain.aggregation.state import (
     rebase,
 )
 from blocktrain.errors import BadConfig
-from blocktrain.terms import Digest, Lengths
+from blocktrain.lengths import Lengths
+from blocktrain.terms import Digest
 
 SIMPLE: dict[str, Any] = {
     "rounds": 3,
@@ -474,6 +475,17 @@ def test_rounds_that_start_short_ask_for_more_steps_as_they_grow() -> None:
     assert asked == [Lengths(10, 2).of(number) for number in range(1, 25)]
     assert asked[1] == 2
     assert asked[-1] > 2
+
+
+def test_who_waits_for_a_short_round_asks_again_sooner() -> None:
+    waits = []
+    for first in (0, 2):
+        play = Play(rounds=40, replicas=1, quorum=1, blocks=1, first_steps=first)
+        play.job("ann")
+        idle = play.ask("bob")
+        assert isinstance(idle, Idle)
+        waits.append(idle.retry_in)
+    assert waits[1] < waits[0] / 2
 
 
 def test_a_short_round_takes_no_update_of_a_long_one() -> None:

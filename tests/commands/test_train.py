@@ -37,10 +37,11 @@ from blocktrain.commands.train import (
 )
 from blocktrain.errors import BadInput, BadRun
 from blocktrain.learning.model import Model
+from blocktrain.lengths import Lengths
 from blocktrain.services.embedded import Embedded, status
 from blocktrain.services.follow import Follower
 from blocktrain.services.run import Run
-from blocktrain.terms import Digest, Lengths
+from blocktrain.terms import Digest
 from blocktrain.wire.link import Link
 from blocktrain.wire.messages import Traffic
 from blocktrain.wire.owner import BlockStatus, Checkpoint, Point, Status, WorkerStatus

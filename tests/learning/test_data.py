@@ -21,7 +21,7 @@ from blocktrain.learning.data import (
     batches,
     open_corpus,
 )
-from blocktrain.terms import Lengths
+from blocktrain.lengths import Lengths
 
 PROSE = b"".join(f"{number} bottles of beer on the wall\n".encode() for number in range(100))
 

@@ -26,7 +26,8 @@ from blocktrain.learning.local import (
 from blocktrain.learning.model import Model, Shape, new_block
 from blocktrain.learning.objective import Loader, Objective, Recipe, Task, objective_for
 from blocktrain.learning.optimiser import Rates, digest_of
-from blocktrain.terms import Lengths, Parameters
+from blocktrain.lengths import Lengths
+from blocktrain.terms import Parameters
 
 STEPS, BATCH = 3, 4
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 40, np.uint8)

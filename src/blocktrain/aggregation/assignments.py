@@ -172,8 +172,9 @@ def _answer(state: State, worker: str, now: float) -> Assigned | Idle:
         return Idle(worker, RETRY_LATEST, Why.ENDED)
     if state.paused_since is not None:
         return Idle(worker, RETRY_LATEST, Why.PAUSED)
-    shortest = min(
-        allowance(block.durations, state.rules)
+    rules = state.rules
+    shortest = min(  # a part of what a full round may take, as the round is a part of a full one
+        allowance(block.durations, rules) * rules.steps.of(block.round) / rules.local_steps
         for block in state.blocks
         if not isinstance(block.phase, Finished)
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from blocktrain.errors import BadConfig
-from blocktrain.terms import Lengths
+from blocktrain.lengths import Lengths
 
 # The least spread assumed, as a part of the median. With one duration, or with equal ones, the
 # MAD is 0: half of all updates would miss a deadline that lies on the median itself.

@@ -23,12 +23,12 @@ from blocktrain.learning.device import choose, threads
 from blocktrain.learning.evaluate import evaluate
 from blocktrain.learning.files import save_model
 from blocktrain.learning.model import Model
+from blocktrain.lengths import Lengths
 from blocktrain.services import picture
 from blocktrain.services.begin import Settings, Timing, begin
 from blocktrain.services.embedded import Embedded, status
 from blocktrain.services.follow import Follower
 from blocktrain.services.lab import Lab, Watch, end_to_end_ce
-from blocktrain.terms import Lengths
 from blocktrain.wire.owner import Status
 
 NOTES = 10  # how often, in a whole run, CE of a sample is measured

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from blocktrain.errors import BadCorpus, BadInput
 from blocktrain.learning.fetch import SOURCES, fetch, nearest
-from blocktrain.terms import Digest, Lengths, Progress, silent
+from blocktrain.lengths import Lengths
+from blocktrain.terms import Digest, Progress, silent
 
 Text = NDArray[np.uint8]
 Rows = NDArray[np.int64]

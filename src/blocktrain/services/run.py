@@ -9,7 +9,7 @@ from blocktrain.learning.model import Shape
 from blocktrain.learning.noise import Noise
 from blocktrain.learning.objective import Recipe, Task
 from blocktrain.learning.optimiser import Rates
-from blocktrain.terms import Lengths
+from blocktrain.lengths import Lengths
 from blocktrain.wire.codecs import CODECS
 
 

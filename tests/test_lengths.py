@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.terms import GROWTH, Lengths
+from blocktrain.lengths import GROWTH, Lengths
 
 lengths = st.builds(Lengths, full=st.integers(1, 200), first=st.integers(0, 200))
 
