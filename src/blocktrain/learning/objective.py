@@ -45,6 +45,8 @@ class Task:
     """Share of the loss taken at the block's own head (neighbours)."""
     own_last: float = -1.0
     """Trial: what `own_share` becomes by the end of the run, in a straight line; below 0: stays."""
+    blank_share: float = 0.0
+    """Trial: share of the samples whose code says nothing (z = 0), as where a chain starts."""
     masked_share: float = 0.25
     """Share of the samples with a masked span (denoise)."""
     span: int = 64
@@ -181,6 +183,9 @@ class Denoise:
         code = target_code(self.noise.code_seed)
         noise = torch.randn(*targets_BT.shape, VOCABULARY, generator=random).to(rows_BT1.device)
         z_BTM = code.to(rows_BT1.device)[targets_BT] + sigma_B[:, None, None] * noise
+        if self.task.blank_share:
+            told_B = torch.rand(len(rows_BT1), generator=random) >= self.task.blank_share
+            z_BTM = z_BTM * told_B.to(z_BTM.device)[:, None, None]
         spans = draw_spans(len(rows_BT1), tokens_BT.shape[1], self.task, random)
         shown_BT = draw_shown(spans, tokens_BT.shape[1], random).to(rows_BT1.device)
         sight = causal_sight_of(self.shape, tokens_BT)
