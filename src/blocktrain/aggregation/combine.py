@@ -41,6 +41,8 @@ class Averaging:
 
     steady: float = 0.7
     """Part of the steady block kept in each round; the rest is the new snapshot."""
+    steady_last: float = -1.0
+    """What `steady` becomes by the end of the run, in a straight line; below 0: it stays."""
     outer_rate: float = 1.0
     """Part of the mean update that is applied (DiLoCo's outer learning rate)."""
     outer_momentum: float = 0.0
@@ -52,6 +54,14 @@ class Averaging:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be from 0 to below 1.")
         if not 0 < self.outer_rate <= 2:
             raise BadConfig(f"outer_rate is {self.outer_rate}; it must be above 0 and at most 2.")
+
+
+def law_at(law, done):
+    """The law when this share of the rounds is over."""
+    from dataclasses import replace
+    if law.steady_last < 0:
+        return law
+    return replace(law, steady=law.steady + done * (law.steady_last - law.steady))
 
 
 @dataclass(frozen=True)

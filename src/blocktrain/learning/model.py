@@ -48,6 +48,8 @@ class Shape:
     """Attention heads."""
     window: int = 256
     """Positions a model sees at once."""
+    auxiliary: int = 0
+    """Layers of a block's own before a further head of its loss, of no use afterwards."""
 
     def __post_init__(self) -> None:
         for name in ("blocks", "layers", "width", "heads", "window"):
@@ -213,6 +215,10 @@ class DecoderBlock(nn.Module):
             self.embed = Embedding(VOCABULARY, shape.width)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.head = Head(shape)
+        if index < shape.blocks - 1:
+            self.auxiliary = nn.ModuleList(Layer(shape) for _ in range(shape.auxiliary))
+            if shape.auxiliary:
+                self.far_head = Head(shape)
 
     def forward(self, x_BTD: Tensor, sight: Sight) -> Tensor:
         for layer in self.layers:

@@ -144,6 +144,11 @@ class Neighbours:
         hidden_BTD = block.embed(rows_BT1[:, :-1]) if features is None else features
         hidden_BTD = block(hidden_BTD, sight)
         own = cross_entropy(block.head(hidden_BTD), rows_BT1)
+        if self.shape.auxiliary and hasattr(block, "far_head"):
+            for layer in block.auxiliary:
+                hidden_BTD = layer(hidden_BTD, sight)
+            far = cross_entropy(block.far_head(hidden_BTD), rows_BT1)
+            return self.task.own_share * own + (1 - self.task.own_share) * far
         if not self.downstream:
             return own
         for copy in self.downstream:

@@ -29,6 +29,8 @@ class Rates:
     """AdamW's learning rate (embeddings, heads, norms); R replicas take sqrt(R) times it."""
     momentum: float = 0.95
     """Muon's momentum."""
+    carry: float = 1.0
+    """Part of momentum that a replica keeps from one round to the next."""
     warmup: float = 0.02
     """Share of the run in which rates rise from 0."""
     cooldown: float = 0.5
@@ -74,7 +76,7 @@ class Optimiser:
         for name, parameter in block.named_parameters():
             (self.matrices if is_matrix(name, parameter.shape) else self.others)[name] = parameter
         self.momenta = {
-            name: take(state, f"momentum.{name}", p.data) for name, p in self.matrices.items()
+            name: take(state, f"momentum.{name}", p.data) * rates.carry for name, p in self.matrices.items()
         }
         self.adamw = torch.optim.AdamW(
             self.others.values(), lr=rates.other, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
@@ -82,7 +84,7 @@ class Optimiser:
         for name, parameter in self.others.items():
             self.adamw.state[parameter] = {
                 "step": take(state, f"step.{name}", torch.tensor(0.0)),
-                "exp_avg": take(state, f"exp_avg.{name}", parameter.data),
+                "exp_avg": take(state, f"exp_avg.{name}", parameter.data) * rates.carry,
                 "exp_avg_sq": take(state, f"exp_avg_sq.{name}", parameter.data),
             }
 

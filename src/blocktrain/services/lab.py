@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blocktrain.aggregation.combine import Kept, Part, combine
+from blocktrain.aggregation.combine import Kept, Part, combine, law_at
 from blocktrain.learning.data import Corpus, Cursor, batches
 from blocktrain.learning.device import threads
 from blocktrain.learning.evaluate import SAMPLE, evaluate
@@ -137,7 +137,7 @@ class Lab:
                     late[at] = (change, update.bytes_trained)
                 else:
                     parts.append(Part(change.__getitem__, update.bytes_trained))
-            blocks.append(combine(standing, parts, self.run.averaging, self.run.exchange.codec))
+            blocks.append(combine(standing, parts, law_at(self.run.averaging, now.round / self.run.pace.rounds), self.run.exchange.codec))
         return Standings(
             blocks,
             {at: optimiser for at, (_, optimiser) in done.items()},
@@ -160,8 +160,14 @@ class Lab:
     def batches(self, slot: int, number: int) -> Iterator[tuple[NDArray[np.int64], Cursor]]:
         """The data of one slot in one round, the same for every block: what it has time for."""
         pace = self.run.pace
+        if pace.first_steps:
+            first = pace.steps_before(number)
+            plan = replace(self.run.plan, steps=1)
+            for step in range(first, first + pace.steps_in(number)):
+                yield from batches(self.corpus.train, plan, Cursor(slot, step + 1, 0))
+            return
         steps = self.hardship.steps(pace.local_steps, slot, pace.replicas)
-        return islice(batches(self.corpus.train, self.run.plan, Cursor(slot, number, 0)), steps)
+        yield from islice(batches(self.corpus.train, self.run.plan, Cursor(slot, number, 0)), steps)
 
     def loader(self, index: int, steady: Parameters) -> Loader:
         """Opens a neighbour once per round, however many blocks and replicas look at it."""

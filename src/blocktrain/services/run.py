@@ -1,6 +1,7 @@
 """What a run is: every setting, in the sections of its config."""
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.errors import BadConfig
@@ -20,6 +21,9 @@ class Pace:
     """Rounds; each block gets one new snapshot per round."""
     local_steps: int = 20
     """Steps a replica makes on its own in one round."""
+    first_steps: int = 0
+    """Steps of the first rounds, which grow to local_steps: none is longer than a tenth of what
+    came before it. 0: all rounds are alike."""
     replicas: int = 1
     """Workers per block."""
     batch: int = 8
@@ -35,6 +39,26 @@ class Pace:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.seed < 0:
             raise BadConfig(f"seed is {self.seed}; it must be 0 or more.")
+
+    def steps_in(self, round: int) -> int:
+        return lengths(self)[round - 1]
+
+    def steps_before(self, round: int) -> int:
+        return sum(lengths(self)[: round - 1])
+
+
+@cache
+def lengths(pace: Pace) -> list[int]:
+    """Steps of every round."""
+    found: list[int] = []
+    done = 0
+    for _ in range(pace.rounds):
+        steps = pace.local_steps
+        if pace.first_steps:
+            steps = min(steps, max(pace.first_steps, done // 10))
+        found.append(steps)
+        done += steps
+    return found
 
 
 @dataclass(frozen=True)
@@ -80,7 +104,7 @@ class Run:
 
     def bytes_after(self, rounds: int) -> int:
         """Bytes each block has been trained on after so many rounds."""
-        return rounds * self.pace.local_steps * self.bytes_per_step
+        return self.pace.steps_before(rounds + 1) * self.bytes_per_step
 
     def end_to_end(self, layers: int) -> "Run":
         """The ordinary model of this depth, on the same bytes in the same order."""
