@@ -706,7 +706,8 @@ def test_who_speaks_for_ever_but_never_submits_does_not_hold_up_the_run() -> Non
     play = Play(replicas=2, quorum=1, lease=1000)
     play.job("stuck")
     play.at(60).job("new")
-    assert play.at(100).effects == (Freed("stuck", 0, 1, 0), Extended(0, 1, 100))
+    assert play.at(100).effects == (Extended(0, 1, 100),)  # it may only be a little late
+    assert play.at(200).effects == (Freed("stuck", 0, 1, 0), Extended(0, 1, 100))
     play.say(Heard("stuck"))
     assert play.job("cat").slot == 0
     assert play.submit("stuck") == Taken(1)  # it was the first, after all
@@ -716,7 +717,7 @@ def test_who_speaks_for_ever_but_never_submits_does_not_hold_up_the_run() -> Non
 def test_the_stuck_one_gets_its_slot_back_if_it_asks_and_nobody_wants_it() -> None:
     play = Play(lease=1000)
     play.job("stuck")
-    play.at(100)
+    assert Freed("stuck", 0, 1, 0) in play.at(100).at(200).effects
     assert play.job("stuck").slot == 0
 
 

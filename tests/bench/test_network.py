@@ -29,7 +29,7 @@ def data(tmp_path: Path) -> tuple[str, Corpus]:
     return str(path), open_corpus(str(path))
 
 
-def test_the_clock_stops_when_every_block_has_made_a_step(
+def test_the_clock_stops_when_a_joiner_has_made_a_step(
     data: tuple[str, Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The long runs of the network's side are the proofs' matter."""
@@ -42,7 +42,7 @@ def test_the_clock_stops_when_every_block_has_made_a_step(
     with SqliteLedger(tmp_path / "join-0" / "run" / LEDGER) as ledger, ledger.reading() as r:
         receipts, record = r.receipts(), r.run()
     assert record is not None
-    assert [(each.block, each.verdict) for each in receipts] == [(0, "taken"), (1, "taken")]
+    assert {each.verdict for each in receipts} == {"taken"}
     for each in receipts:
         signed = messages.decode(each.signed, messages.Signed)
         assert messages.decode(signed.body, messages.Update).steps == 1

@@ -36,9 +36,11 @@ from blocktrain.learning.objective import Loader, objective_for
 from blocktrain.services.run import Run
 
 ROOT = Path(__file__).parents[2]
+SMALLEST = changed(Run(), width=16, heads=1, window=16, batch=4, local_steps=2)
 TINY = replace(
     QUICK,
-    base=changed(Run(), width=16, heads=1, window=16, batch=4, local_steps=2),
+    headline=SMALLEST,
+    base=SMALLEST,
     budget=1280,
     part=640,
     trial=640,
@@ -110,7 +112,7 @@ def test_names_are_by_all_settings() -> None:
 
 def test_rounds_are_as_many_as_the_bytes_take() -> None:
     for steps in (5, 20, 80):
-        run = sized(changed(FULL.base, local_steps=steps), FULL.budget)
+        run = sized(changed(FULL.headline, local_steps=steps), FULL.budget)
         assert run.bytes_after(run.pace.rounds) == FULL.budget >= 12_000_000
     with pytest.raises(TypeError, match="no width_of"):
         changed(Run(), width_of=3)
@@ -349,7 +351,7 @@ def test_readme_and_page_are_what_results_json_says() -> None:
 
 
 def test_a_readme_without_a_place_is_refused() -> None:
-    results = Results("full", "runs", "a text", 1, 1, 1, {}, [])
+    results = Results("full", "runs", "a text", 1, 1, 1, {}, {}, [])
     for text in ("", BEGIN, f"{END}\n{BEGIN}", BEGIN + BEGIN + END):
         with pytest.raises(BadInput, match=r"README.md needs one line"):
             with_section(text, results)

@@ -33,6 +33,7 @@ EFFECTS = {
     "POST updates is answered",
 }
 AT_ONCE = 4  # most of a run is waiting
+SWEEPS = 3  # at most; nearly always one
 
 
 def crossed(log: Path) -> list[tuple[int, str]]:
@@ -49,7 +50,8 @@ def test_killed_at_every_boundary(
 ) -> None:
     """One kill in each run, one boundary further each time, until a run is over before it.
 
-    The second round of int4 reads the residual that was written in the first.
+    The second round of int4 reads the residual that was written in the first. Threads cross their
+    boundaries in an order of their own, so a kind that is rare may be passed by in one sweep.
     """
     rules = Rules(
         rounds=rounds, blocks=1, replicas=2, quorum=2, local_steps=3, bytes_per_step=8, grace=0.0
@@ -73,10 +75,13 @@ def test_killed_at_every_boundary(
 
     died_behind: Counter[str] = Counter()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for first in itertools.count(1, AT_ONCE):
-            effects = [*pool.map(killed_behind, range(first, first + AT_ONCE))]
-            died_behind.update(effect for effect in effects if effect)
-            if None in effects:
+        for _ in range(SWEEPS):
+            for first in itertools.count(1, AT_ONCE):
+                effects = [*pool.map(killed_behind, range(first, first + AT_ONCE))]
+                died_behind.update(effect for effect in effects if effect)
+                if None in effects:
+                    break
+            if died_behind.keys() == EFFECTS:
                 break
     assert died_behind.keys() == EFFECTS, died_behind
     assert died_behind["a transaction is committed"] >= 5 * rounds + 1, died_behind

@@ -180,7 +180,7 @@ def test_pings_are_answered_while_it_computes(network: Network, held: Held) -> N
                 begun = time.monotonic()
                 guest.say(Ping(number))
                 assert isinstance(await guest.hear(), Pong)
-                assert time.monotonic() - begun < 0.5
+                assert time.monotonic() - begun < 5  # nothing is computed before `may`
             held.may.set()
             assert isinstance(await guest.hear(), Answer)
 

@@ -577,14 +577,14 @@ def test_patience_ends(sentence: Sentence) -> None:
 
 def test_a_silent_coordinator_is_not_waited_for() -> None:
     with (
-        Scripted(lambda connection, head: time.sleep(0.5)) as server,
+        Scripted(lambda connection, head: time.sleep(2)) as server,
         linked(server.url, patience=0) as link,
     ):
         link.read_timeout = 0.1
         began = time.monotonic()
         with pytest.raises(Unreachable, match="timed out"):
             link.ask("/v1/hello", Done)
-        assert time.monotonic() - began < 0.4
+        assert time.monotonic() - began < 1.5
 
 
 def test_a_blob_that_gains_nothing_uses_up_patience(tmp_path: Path) -> None:
@@ -599,11 +599,11 @@ def test_a_blob_that_gains_nothing_uses_up_patience(tmp_path: Path) -> None:
 def test_stop_ends_the_waiting(monkeypatch: pytest.MonkeyPatch, sentence: Sentence) -> None:
     monkeypatch.setattr(random, "uniform", lambda low, high: 30.0)
     with linked(free_port()) as link:
-        threading.Timer(0.3, link.stop.set).start()
         began = time.monotonic()
+        threading.Timer(0.3, link.stop.set).start()
         with pytest.raises(Unreachable) as caught:
             link.ask("/v1/hello", Done)
-        assert 0.3 <= time.monotonic() - began < 1
+        assert 0.3 <= time.monotonic() - began < 10  # the waiting would be 30 s
         assert "stopped" in sentence(caught.value)
 
 

@@ -172,12 +172,13 @@ def _close_if_due(state: State, index: int, now: float) -> Turn:
 
 
 def _extend(state: State, index: int, phase: Open, now: float) -> Turn:
-    """Gives the round a new deadline, and others the slots of those who have had all their time.
+    """Gives the round a new deadline, and others the slots of those who have had twice their time.
 
-    Else a worker that speaks for ever but never submits would hold up the run for ever.
+    Who is a little late is not made late by a rival, and who speaks for ever but never submits
+    does not hold up the run for ever.
     """
     round, durations = state.blocks[index].round, state.blocks[index].durations
-    state, freed = free_where(state, index, lambda seat: now >= seat.since + phase.allowance)
+    state, freed = free_where(state, index, lambda seat: now >= seat.since + 2 * phase.allowance)
     seconds = allowance(durations, state.rules)
     longer = replace(phase, allowance=seconds, deadline=now + seconds)
     return with_block(state, index, phase=longer), (*freed, Extended(index, round, seconds))

@@ -48,6 +48,7 @@ def moving(book: Notebook, family: str, runs: list[Run]) -> Found:
         table.append(
             {
                 "workers per block": pace.replicas,
+                "local steps": pace.local_steps,
                 "codec": codec,
                 "outer step": outer,
                 "ce": found.result["ce"],
@@ -55,7 +56,7 @@ def moving(book: Notebook, family: str, runs: list[Run]) -> Found:
                 "by each worker": moved / (run.shape.blocks * pace.replicas),
             }
         )
-        label = f"{family}, replicas: {pace.replicas}, {codec}"
+        label = f"{family}, replicas: {pace.replicas}, {pace.local_steps} steps, {codec}"
         curves[label if label not in curves else f"{label}, {outer}"] = curve(found)
     return Found(table=table, curves=curves)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.bench.comparing import Found, Table, against, curve, less, mb, moving, reached
 from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
-from blocktrain.bench.scales import Scale, changed, sized, tuned
+from blocktrain.bench.scales import Scale, changed, headline, sized, tuned
 from blocktrain.bench.steps import Notebook, Record, bench, lab, three_hosts
 from blocktrain.bench.three_hosts import PAPER_CE
 from blocktrain.services.hardship import NONE, Hardship
@@ -47,7 +47,7 @@ class Row:
 
 def ce(book: Notebook, scale: Scale) -> Found:
     """Blocks with one worker each; the audit of the first seed's model must pass."""
-    blocks = sized(tuned(book, scale).blocks, scale.budget)
+    blocks = sized(headline(book, scale).blocks, scale.budget)
     runs = [changed(blocks, seed=seed) for seed in scale.seeds]
     found = book.labs(*runs)
     book.of_model("audit", runs[0])
@@ -58,7 +58,7 @@ def ce(book: Notebook, scale: Scale) -> Found:
 
 def gap(book: Notebook, scale: Scale) -> Found:
     """The headline against the reference, seed by seed."""
-    sides = tuned(book, scale)
+    sides = headline(book, scale)
     blocks, reference = (sized(run, scale.budget) for run in (sides.blocks, sides.reference))
     ours = [changed(blocks, seed=seed) for seed in scale.seeds]
     theirs = [changed(reference, seed=seed) for seed in scale.seeds]
@@ -75,7 +75,7 @@ def gap(book: Notebook, scale: Scale) -> Found:
 
 def flops_ratio(book: Notebook, scale: Scale) -> Found:
     """FLOPs until the blocks' CE of a sample is what the reference's is in the end."""
-    sides = tuned(book, scale)
+    sides = headline(book, scale)
     reference = sized(sides.reference, scale.budget)
     [aim] = book.labs(reference)
     for stretch in STRETCHES:
@@ -107,7 +107,7 @@ def memory_ratio(book: Notebook, scale: Scale) -> Found:
 
 def staleness(book: Notebook, scale: Scale) -> Found:
     """Rounds of other lengths, the same bytes."""
-    sides = tuned(book, scale)
+    sides = headline(book, scale)
     runs = [sized(changed(sides.blocks, local_steps=steps), scale.budget) for steps in (5, 20, 80)]
     return Found(table=against(book, runs, sized(sides.reference, scale.budget), "local_steps"))
 
@@ -148,13 +148,14 @@ def own_share(book: Notebook, scale: Scale) -> Found:
 def replicas(book: Notebook, scale: Scale) -> Found:
     """1, 2 and 6 workers per block: the same bytes and steps, each with its part of a batch."""
     blocks = tuned(book, scale).blocks
-    return moving(book, "blocks", [crew(blocks, scale, count) for count in (1, 2, 6)])
+    runs = [crew(blocks, scale, count) for count in (1, 2, 6)]
+    return moving(book, "blocks", [*runs, with_long_rounds(runs[-1], scale)])
 
 
 def six_workers_extra(book: Notebook, scale: Scale) -> Found:
     """One line of the table about replicas."""
-    table = replicas(book, scale).table
-    return Found([table[-1]["ce"] - table[0]["ce"]])
+    one, _, six, _ = replicas(book, scale).table
+    return Found([six["ce"] - one["ce"]])
 
 
 def diloco(book: Notebook, scale: Scale) -> Found:
@@ -165,7 +166,8 @@ def diloco(book: Notebook, scale: Scale) -> Found:
         matrix=sides.reference.rates.matrix,
     )  # fmt: skip
     runs = [crew(whole, scale, count) for count in (1, 2, 6)]
-    return moving(book, "DiLoCo", [*runs, changed(runs[-1], **DILOCO)])
+    far = with_long_rounds(runs[-1], scale)
+    return moving(book, "DiLoCo", [*runs, far, changed(far, **DILOCO)])
 
 
 def codecs(book: Notebook, scale: Scale) -> Found:
@@ -176,8 +178,14 @@ def codecs(book: Notebook, scale: Scale) -> Found:
 
 
 def crew(run: Run, scale: Scale, count: int) -> Run:
-    """So many workers per block, who share what one has for a step."""
-    return sized(changed(run, replicas=count, batch=scale.shared_batch // count), scale.part)
+    """So many workers per block, who share what one has for a step, and meet often."""
+    shared = changed(run, replicas=count, batch=scale.shared_batch // count)
+    return sized(changed(shared, local_steps=scale.crew_steps), scale.part)
+
+
+def with_long_rounds(run: Run, scale: Scale) -> Run:
+    """The same with the usual number of local steps."""
+    return sized(changed(run, local_steps=scale.base.pace.local_steps), scale.part)
 
 
 # --- 5, blocks, and 6, denoise -------------------------------------------------------------------
@@ -228,7 +236,7 @@ def denoise(book: Notebook, scale: Scale) -> Found:
 
 def composition(book: Notebook, scale: Scale) -> Found:
     """The last head against the mean of heads, on one sample."""
-    run = sized(tuned(book, scale).blocks, scale.budget)
+    run = sized(headline(book, scale).blocks, scale.budget)
     book.labs(run)
     found = samples(book.of_model("evaluate", run, "--readouts"))
     return Found(table=[{"readout": name, "ce": ce} for name, ce in found])

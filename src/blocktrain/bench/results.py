@@ -62,6 +62,7 @@ class Results:
     budget: int
     part: int
     trial: int
+    headline: dict[str, Any]
     base: dict[str, Any]
     rows: list[Result]
 
@@ -80,9 +81,9 @@ def collect(looks: Sequence[Look], scale: Scale, folder: Path, old: Results | No
             rows.append(before)
         else:
             rows.append(result(each, scale, folder))
-    base = asdict(scale.base)
     sizes = (scale.budget, scale.part, scale.trial)
-    return Results(scale.name, scale.folder, scale.text, *sizes, base, rows)
+    runs = (asdict(scale.headline), asdict(scale.base))
+    return Results(scale.name, scale.folder, scale.text, *sizes, *runs, rows)
 
 
 def result(seen: Look, scale: Scale, folder: Path) -> Result:

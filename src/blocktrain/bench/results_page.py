@@ -44,13 +44,23 @@ def introduction(results: Results) -> str:
         f"{results.text}, honest readout. Every reference is trained end to end on the "
         "same bytes in the same order, with the same optimiser and averaging; Muon's rate of each "
         "side is the best of one grid, by CE of a sample of the valid split, in shorter runs "
-        f"of {results.trial / 1e6:g} MB. In `ce`, `gap`, `staleness`, `gap_h80`, `flops_ratio` and "
-        f"`composition` each block sees at least {results.budget / 1e6:g} MB; in `steady`, "
+        f"of {results.trial / 1e6:g} MB with the tables' model. "
+        "In `ce`, `gap`, `staleness`, `gap_h80`, `flops_ratio` and "
+        f"`composition` the model has {shape(results.headline)}, elsewhere "
+        f"{shape(results.base)} if a table does not say otherwise. In the former "
+        f"each block sees at least {results.budget / 1e6:g} MB; in `steady`, "
         f"`own_share`, `codecs` and `unreliable` {results.trial / 1e6:g} MB; in the other tables "
         f"{results.part / 1e6:g} MB. A value is the mean over its seeds, its "
         "spread the highest less the lowest. One end-to-end reference, "
         "with rounds of the usual length, serves all rows of a table."
     )
+
+
+def shape(run: dict[str, Any]) -> str:
+    """A run's model in words."""
+    told = run["shape"]
+    layers = "one layer" if told["layers"] == 1 else f"{told['layers']} layers"
+    return f"{told['blocks']} blocks of {layers}, width {told['width']}, window {told['window']}"
 
 
 def section(results: Results) -> str:
@@ -61,7 +71,8 @@ def section(results: Results) -> str:
     parts.append(
         f"CE in nats per byte, {results.budget / 1e6:g} MB seen by each block in the first three "
         f"and `flops_ratio`, {results.part / 1e6:g} MB in `six_workers_extra` and `gap_k8`; "
-        "[docs/results.md](docs/results.md) has every table, command, seed and hour. "
+        f"there are {shape(results.headline)} in the former and {shape(results.base)} in the "
+        "latter. [docs/results.md](docs/results.md) has every table, command, seed and hour. "
         "`make reproduce` measures all of it again (it may take a day on two cores, and goes on "
         "where it was stopped), `make reproduce-quick` a small version of it in minutes."
     )

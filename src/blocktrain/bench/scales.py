@@ -17,8 +17,10 @@ class Scale:
     name: str
     folder: str
     """Where it is kept, if not told otherwise."""
+    headline: Run
+    """Blocks with one worker each, before their rate is tuned: what the first rows are about."""
     base: Run
-    """Blocks with one worker each, before its rate is tuned."""
+    """The same, not so large: what the tables are about."""
     budget: int
     """Bytes that each block sees, at least: the headline, and rounds of other lengths."""
     part: int
@@ -30,6 +32,8 @@ class Scale:
     seeds: tuple[int, ...]
     shared_batch: int = 12
     """Windows per step of all replicas of a block: 1, 2 and 6 of them have equal parts."""
+    crew_steps: int = 5
+    """Local steps of a round where a block has several workers."""
     depth: int = 8
     """Layers of the model that is cut into 2, 4 and 8 blocks."""
     memory: tuple[str, ...] = ()
@@ -79,27 +83,39 @@ def sized(run: Run, budget: float) -> Run:
 
 
 def tuned(book: Notebook, scale: Scale) -> Sides:
-    """Both sides at the rate of the grid that serves each best.
+    """The tables' sides, each at its best rate."""
+    return sides(scale.base, *best_rates(book, scale))
+
+
+def headline(book: Notebook, scale: Scale) -> Sides:
+    """The headline's sides at the rates that are best for the tables': Muon's hold at any width."""
+    return sides(scale.headline, *best_rates(book, scale))
+
+
+def sides(blocks: Run, ours: float, theirs: float) -> Sides:
+    """Blocks and what they are compared with. One block's depth takes the reference's rate, and so
+    does every end-to-end model of another depth."""
+    reference, layers = changed(blocks, matrix=theirs), blocks.shape.layers
+    return Sides(
+        changed(blocks, matrix=ours),
+        reference.end_to_end(blocks.shape.blocks * layers),
+        reference.end_to_end(layers),
+    )
+
+
+def best_rates(book: Notebook, scale: Scale) -> tuple[float, float]:
+    """The rate of the grid that serves blocks best, and the one that serves the reference best.
 
     Cheaper runs than the headline's (`scale.trial`), the first seed; what counts is CE of a sample
-    of valid, so that nothing is chosen by the split that is reported. One block's depth takes the
-    reference's rate, and so does every end-to-end model of another depth.
+    of valid, so that nothing is chosen by the split that is reported.
     """
-    blocks = scale.base
-    layers = blocks.shape.blocks * blocks.shape.layers
-    tries = [sized(changed(blocks, matrix=rate), scale.trial) for rate in scale.grid]
-    others = [each.end_to_end(layers) for each in tries]
-    if len(scale.grid) > 1:
-        found = book.labs(*tries, *others)
-        ours, theirs = best(found[: len(tries)]), best(found[len(tries) :])
-    else:
-        ours = theirs = 0
-    reference = changed(blocks, matrix=scale.grid[theirs])
-    return Sides(
-        changed(blocks, matrix=scale.grid[ours]),
-        reference.end_to_end(layers),
-        reference.end_to_end(blocks.shape.layers),
-    )
+    if len(scale.grid) == 1:
+        return scale.grid[0], scale.grid[0]
+    tries = [sides(scale.base, rate, rate) for rate in scale.grid]
+    ours = [sized(each.blocks, scale.trial) for each in tries]
+    theirs = [sized(each.reference, scale.trial) for each in tries]
+    found = book.labs(*ours, *theirs)
+    return scale.grid[best(found[: len(ours)])], scale.grid[best(found[len(ours) :])]
 
 
 def best(records: list[Record]) -> int:
@@ -110,6 +126,7 @@ def best(records: list[Record]) -> int:
 FULL = Scale(
     name="full",
     folder="runs/reproduce",
+    headline=changed(Run(), local_steps=20, width=256, heads=4),
     base=changed(Run(), local_steps=20),
     budget=12_288_000,
     part=4_096_000,
@@ -118,10 +135,12 @@ FULL = Scale(
     seeds=(0, 1, 2),
 )
 
+SMALL = changed(Run(), local_steps=20, width=64, heads=1, window=128)
 QUICK = Scale(
     name="quick",
     folder="runs/reproduce-quick",
-    base=changed(Run(), local_steps=20, width=64, heads=1, window=128),
+    headline=SMALL,
+    base=SMALL,
     budget=327_680,  # 4 rounds of 80 steps: all lengths of rounds see the same bytes
     part=163_840,
     trial=163_840,

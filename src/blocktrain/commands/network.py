@@ -15,8 +15,8 @@ from blocktrain.learning.data import open_corpus
 def network(
     *,
     data: str = "wikitext-2",
-    counted: int = 6,
-    repeats: int = 3,
+    counted: int = 4,
+    repeats: int = 5,
     run: Annotated[RunFlags, Parameter(name="*")] = FLAGS,
     output: Out = PLAIN,
 ) -> None:

@@ -174,7 +174,11 @@ class LowBit:
         levels = self.levels()
         value = np.empty(shape, np.float32)
         for at, out in cached(value.reshape(-1)):
-            out[:] = levels.take(packed[self.at_bytes(at)], axis=0).reshape(-1)[: out.size]
+            codes, whole = packed[self.at_bytes(at)], out.size // self.per_byte
+            full, rest = np.split(out, [whole * self.per_byte])
+            # No byte is beyond the levels; "clip" only lets numpy write into `out` at once.
+            levels.take(codes[:whole], 0, out=full.reshape(-1, self.per_byte), mode="clip")
+            rest[:] = levels[codes[whole:]].reshape(-1)[: rest.size]
             multiply(out, scales[at_blocks(at)])
         return value
 
