@@ -45,6 +45,8 @@ TINY = replace(
     budget=1280,
     part=640,
     trial=640,
+    grid=(0.01, 0.02),
+    reference_steps=2,
     cut=0,
 )
 
@@ -102,7 +104,8 @@ def test_a_command_says_exactly_the_run_it_stands_for(scale: Scale) -> None:
         _, bound, _ = build().parse_args(command)
         given = bound.arguments.get("run")
         assert (given.plain if given else Run()) == run
-        assert ("--threads" in command) == (run.shape.blocks * run.pace.replicas == 1)
+        alone = run.shape.blocks * run.pace.replicas == 1
+        assert ("--threads" in command) == (alone and scale is FULL)
     assert flags_of(Run()) == []
 
 

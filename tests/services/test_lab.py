@@ -282,6 +282,14 @@ def test_a_run_with_trouble_goes_on_bit_for_bit_and_is_another_run(
         lab(run, corpus, tmp_path / "cut").train()
 
 
+def test_a_sample_is_measured_as_often_as_told(corpus: Corpus, tmp_path: Path) -> None:
+    for notes, rounds in ((1, [4]), (2, [2, 4])):
+        here = lab(SMALL, corpus, tmp_path / str(notes), watch=Watch(notes=notes))
+        assert [row["round"] for row in here.train()[1].history] == rounds
+    with pytest.raises(BadConfig, match="notes is 0; it must be at least 1"):
+        Watch(notes=0)
+
+
 def test_slow_workers_make_fewer_steps() -> None:
     hardship = Hardship(slowest=8)
     assert [hardship.steps(20, slot, 4) for slot in range(4)] == [20, 10, 5, 2]

@@ -285,7 +285,7 @@ def unreliable(book: Notebook, scale: Scale) -> Found:
         Hardship(missed=0.3, salvaged=SALVAGED),
         Hardship(missed=0.3, salvaged=SALVAGED, slowest=8),
     )
-    found = book.read(*(lab(run, book.data, kind) for kind in kinds))
+    found = book.read(*(lab(run, book.data, kind, book.notes) for kind in kinds))
     table: Table = [
         {
             "slowest": f"{kind.slowest:g} x",

@@ -33,7 +33,7 @@ class Look:
 
 def look(row: Row, scale: Scale, folder: Path) -> Look:
     """Tells a row from what has been measured."""
-    book = Notebook(folder, scale.data)
+    book = Notebook(folder, scale.data, scale.notes)
     try:
         found, missing = row.tell(book, scale), []
     except Missing as not_yet:

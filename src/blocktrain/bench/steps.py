@@ -29,11 +29,13 @@ from blocktrain.disk import write_atomically
 from blocktrain.errors import BadRun, BlockTrainError
 from blocktrain.services.children import parent_alive
 from blocktrain.services.hardship import NONE, Hardship
+from blocktrain.services.lab import Watch
 from blocktrain.services.run import Run
 from blocktrain.terms import Progress, silent
 
 WIKITEXT = "wikitext-2"
 OUT = "OUT/"  # begins an argument that is a path in the reproduction's folder
+WORTH_THREADS = 1e12  # FLOPs of a run; threads of small models wait for each other, thrice as long
 LOOK = 0.5  # seconds between two looks at a child's progress
 LAST_WORDS = 60.0  # seconds that a child has to save after Ctrl+C; a state of 8 blocks takes 1
 
@@ -86,6 +88,8 @@ class Notebook:
     folder: Path
     data: str = WIKITEXT
     """What models are trained and measured on."""
+    notes: int = Watch.notes
+    """How many times CE of a sample is measured in each run."""
     asked: dict[str, Step] = field(default_factory=dict)
 
     def read(self, *steps: Step) -> list[Record]:
@@ -97,7 +101,7 @@ class Notebook:
 
     def labs(self, *runs: Run) -> list[Record]:
         """The records of these runs in the lab."""
-        return self.read(*(lab(run, self.data) for run in runs))
+        return self.read(*(lab(run, self.data, notes=self.notes) for run in runs))
 
     def of_model(self, command: str, run: Run, *flags: str) -> Record:
         """The record of a command on the model that a lab run made."""
@@ -120,15 +124,19 @@ class Notebook:
 
 
 @cache
-def lab(run: Run, data: str = WIKITEXT, hardship: Hardship = NONE) -> Step:
-    """A run in the lab. One replica alone gets every core as threads."""
+def lab(
+    run: Run, data: str = WIKITEXT, hardship: Hardship = NONE, notes: int = Watch.notes
+) -> Step:
+    """A run in the lab. One replica alone gets every core as threads, if that pays."""
     flags = flags_of(run) + other_than(NONE, hardship)
     digest = hashlib.sha256(msgspec.json.encode(asdict(run))).hexdigest()[:8]
     name = "-".join(["lab", *(each.removeprefix("--") for each in flags), digest])
-    if run.shape.blocks * run.pace.replicas == 1:
-        flags += ["--threads", str(os.cpu_count() or 1)]
-    arguments = ("lab", *flags, *text(data), "--out", OUT + name, "--json")
     flops = flops_of(run) if run.shape.objective == "neighbours" else 0.0
+    if run.shape.blocks * run.pace.replicas == 1 and flops > WORTH_THREADS:
+        flags += ["--threads", str(os.cpu_count() or 1)]
+    if notes != Watch.notes:
+        flags += ["--notes", str(notes)]
+    arguments = ("lab", *flags, *text(data), "--out", OUT + name, "--json")
     return Step(name, arguments, run.pace.rounds, flops)
 
 

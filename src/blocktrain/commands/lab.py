@@ -69,8 +69,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Beside:
-    """What the run is compared with."""
+    """What is measured as the run goes on, and what it is compared with."""
 
+    notes: int = Watch.notes
+    """How many times CE of a sample is measured."""
     reference: bool = False
     """Also train the end-to-end models of full and of one block's depth on the same bytes."""
     reference_line: Path | None = None
@@ -107,7 +109,9 @@ def lab(
     if replay is not None:
         return repeat(replay, corpus, out, place.threads, output)
     with bars("steps", "test split") as (steps, evaluation):
-        watch = Watch(steps, evaluation, output.say, lambda row: output.say(spoken(row)))
+        watch = Watch(
+            steps, evaluation, output.say, lambda row: output.say(spoken(row)), beside.notes
+        )
         where = device.choose(place.device)
         studio = Lab(run.plain, corpus, out, where, watch, place.threads, at_once, place.hardship)
         result = experiment(studio, beside.reference)

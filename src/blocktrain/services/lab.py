@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.aggregation.combine import Kept, Part, combine
+from blocktrain.errors import BadConfig
 from blocktrain.learning.data import Corpus, Cursor, batches
 from blocktrain.learning.device import threads
 from blocktrain.learning.evaluate import SAMPLE, evaluate
@@ -58,6 +59,10 @@ class Watch:
     note: Callable[[str], None] = lambda text: None
     noted: Callable[[dict[str, Any]], None] = lambda row: None
     notes: int = 10  # how often, in a whole run, CE of a sample is measured
+
+    def __post_init__(self) -> None:
+        if self.notes < 1:
+            raise BadConfig(f"notes is {self.notes}; it must be at least 1.")
 
 
 @dataclass
