@@ -34,7 +34,7 @@ def against(
     aims = [changed(reference, steady=run.averaging.steady) for run in runs]
     found = book.labs(*runs, *aims)
     table: Table = []
-    for run, record, aim in zip(runs, found, found[len(runs) :], strict=False):
+    for run, record, aim in zip(runs, found[: len(runs)], found[len(runs) :], strict=True):
         table.append({name: setting(run, name) for name in settings})
         table[-1] |= {"MB seen": record.result["bytes_seen"] / 1e6}
         table[-1] |= {"ce": record.result["ce"], "gap": less(record, aim)}

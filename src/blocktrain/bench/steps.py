@@ -35,7 +35,7 @@ from blocktrain.terms import Progress, silent
 
 WIKITEXT = "wikitext-2"
 OUT = "OUT/"  # begins an argument that is a path in the reproduction's folder
-WORTH_THREADS = 1e12  # FLOPs of a run; threads of small models wait for each other, thrice as long
+WORTH_THREADS = 1e12  # FLOPs of a run; threads of small models wait for each other (LOG.md)
 LOOK = 0.5  # seconds between two looks at a child's progress
 LAST_WORDS = 60.0  # seconds that a child has to save after Ctrl+C; a state of 8 blocks takes 1
 
