@@ -5,6 +5,7 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,9 +30,22 @@ def choose(name: str = "auto") -> torch.device:
 
 
 def precision(device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 autocast where the device is good at it. CPUs are not: 30 times slower than fp32."""
-    good = device.type == "mps" or (device.type == "cuda" and torch.cuda.is_bf16_supported())
+    """bf16 autocast where the device is good at it."""
+    good = (
+        device.type == "mps"
+        or (device.type == "cuda" and torch.cuda.is_bf16_supported())
+        or (device.type == "cpu" and cpu_has_bf16())
+    )
     return torch.autocast(device.type, torch.bfloat16) if good else contextlib.nullcontext()
+
+
+@cache
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16: about twice as fast as fp32. Others are 30 times slower."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
+        return False
+    known = torch.cpu.get_capabilities()
+    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def train_locally(
     for batch_BT1, features in objective.prepare(rows, micro):
         with device.precision(where):
             losses += accumulate(block, objective, (batch_BT1, features), work, (steps, micro))
-        optimiser.step(rates.at(work.done(steps)))
+            optimiser.step(rates.at(work.done(steps)))
         steps += 1
         trained += batch_BT1[:, 1:].numel()
         if stop():

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocktrain.errors import BadConfig
+from blocktrain.learning import device
 from blocktrain.learning.model import (
     MASK,
     VOCABULARY,
@@ -128,13 +129,14 @@ class Neighbours:
             return
         sight = causal_sight(self.shape, batches[0].shape[1] - 1, batches[0].device)
         features: list[Tensor] = []
-        for number, load in enumerate(self.upstream):
-            block = load()
-            if number == 0:
-                features = [block.embed(batch[:, :-1]) for batch in batches]
-            for whole in features:
-                for part in torch.split(whole, micro):  # a part at a time, in place: bounded memory
-                    part.copy_(block(part, sight))
+        with device.precision(batches[0].device):
+            for number, load in enumerate(self.upstream):
+                block = load()
+                if number == 0:
+                    features = [block.embed(batch[:, :-1]) for batch in batches]
+                for whole in features:
+                    for part in torch.split(whole, micro):  # in place: bounded memory
+                        part.copy_(block(part, sight))
         with torch.enable_grad():
             yield from zip(batches, features, strict=True)
 

@@ -3,8 +3,8 @@
 Even rows: an orthogonal step still moves some neurons further than others, step after step, so
 each row is divided by how far it usually goes (NorMuon, Li et al., 2025).
 
-torch has a Muon too, but it orthogonalises in bfloat16, which CPUs without bf16 units do 30 to 90
-times slower than float32, and its state has no names to take a digest of.
+torch has a Muon too, but it orthogonalises in bfloat16 even where CPUs have no units for it and are
+30 to 90 times slower, and its state has no names to take a digest of. Here autocast decides.
 """
 
 import hashlib
@@ -162,7 +162,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.T
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)
 
 
 def evened(direction: Tensor, energy: Tensor, kept: float) -> Tensor:
