@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from blocktrain.bench.comparing import reached
 from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
 from blocktrain.bench.questions import ROWS
-from blocktrain.bench.reproduce import chosen, look, measure
+from blocktrain.bench.reproduce import adopt, chosen, keep, look, measure
 from blocktrain.bench.results import Results, read, result
 from blocktrain.bench.results_page import BEGIN, END, NOT_YET, publish, whole_page, with_section
 from blocktrain.bench.results_picture import CREWS, CURVES, CUTS, FRONTIER, STALENESS, drawn
@@ -71,7 +71,7 @@ def measured(folder: Path, ce: Callable[[Step], float]) -> Callable[[Step], Reco
             "chain from noise, 1 draw (64 KiB sample)": end + 0.28,
         }  # fmt: skip
         history = [(seen, end + (1280 - seen) / 1280) for seen in range(128, 1281, 128)]
-        record = Record(step.name, result, history, 36.0, 2, "abc", "2026-11-16")
+        record = Record(step.name, result, history, 36.0, 2, "abc", "2026-11-16", "float32")
         write_atomically(folder / f"{step.name}.json", msgspec.json.encode(record))
         return record
 
@@ -348,6 +348,47 @@ def test_what_was_published_stays_while_settings_do(tmp_path: Path) -> None:
     assert again == first
     other = published(replace(TINY, budget=9999), tmp_path / "elsewhere", tmp_path / "docs")
     assert other.row("memory_ratio") is None
+
+
+def test_a_row_is_told_seed_by_seed(tmp_path: Path) -> None:
+    """The first seed's model is audited before the second one is trained."""
+    row = next(row for row in ROWS if row.key == "ce")
+    one, all_three = replace(TINY, judged=True), replace(TINY, judged=True, seeds=(0, 1, 2))
+    done: list[str] = []
+    carry_out = measured(tmp_path, by_kind)
+
+    def noted(step: Step) -> Record:
+        done.append(step.name)
+        return carry_out(step)
+
+    measure([row], one, tmp_path, noted)
+    so_far = look(row, all_three, tmp_path)
+    assert so_far.found is not None
+    assert [step.name.split("seed-")[1][0] for step in so_far.missing] == ["1"]
+    first = published(all_three, tmp_path, tmp_path / "docs").rows[0]
+    assert (first.values, first.spread, first.seeds, first.seeds_left) == ([1.4], None, [0], 2)
+    assert "| **1.400** (1 of 3 seeds so far) |" in (tmp_path / "docs" / "results.md").read_text()
+    measure([row], all_three, tmp_path, noted)
+    assert ["seed" in name for name in done] == [False] * (len(done) - 2) + [True] * 2
+    last = published(all_three, tmp_path, tmp_path / "docs").rows[0]
+    assert (last.values, last.seeds, last.seeds_left) == ([1.4] * 3, [0, 1, 2], 0)
+    elsewhere = published(all_three, tmp_path / "elsewhere", tmp_path / "docs").rows[0]
+    assert elsewhere == last
+
+
+def test_records_of_another_machine_are_gone_on_from(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.key == "memory_ratio")
+    measure([row], TINY, tmp_path / "runs", measured(tmp_path / "runs", by_kind))
+    keep(tmp_path / "runs", tmp_path / "docs" / "records")
+    there = look(row, TINY, tmp_path / "runs")
+    adopt(tmp_path / "docs" / "records", tmp_path / "elsewhere")
+    assert look(row, TINY, tmp_path / "elsewhere") == there
+    assert there.found is not None
+    with pytest.raises(BadInput, match="has no records; without --known"):
+        adopt(tmp_path, tmp_path / "elsewhere")
+    (tmp_path / "docs" / "records" / "x.json").write_bytes(b"{")
+    with pytest.raises(BadRun, match=r"x\.json is damaged"):
+        adopt(tmp_path / "docs" / "records", tmp_path / "another")
 
 
 def test_readme_and_page_are_what_results_json_says() -> None:

@@ -5,7 +5,7 @@ A step that fails costs only the rows that need it; the others go on.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blocktrain.bench.comparing import Found
@@ -26,6 +26,7 @@ class Look:
 
     row: Row
     found: Found | None
+    """Of the first seeds only, as long as others are missing."""
     steps: list[Step]
     """All that it has asked for so far."""
     missing: list[Step]
@@ -35,10 +36,13 @@ def look(row: Row, scale: Scale, folder: Path) -> Look:
     """Tells a row from what has been measured."""
     book = Notebook(folder, scale.data, scale.notes)
     try:
-        found, missing = row.tell(book, scale), []
+        return Look(row, row.tell(book, scale), list(book.asked.values()), [])
     except Missing as not_yet:
-        found, missing = None, not_yet.steps
-    return Look(row, found, list(book.asked.values()), missing)
+        missing = not_yet.steps
+    if len(scale.seeds) > 1:
+        fewer = look(row, replace(scale, seeds=scale.seeds[:-1]), folder)
+        return replace(fewer, missing=fewer.missing or missing)
+    return Look(row, None, list(book.asked.values()), missing)
 
 
 def chosen(names: Sequence[str], scale: Scale) -> list[Row]:
@@ -82,6 +86,25 @@ def measure(
         os.close(held)
     progress(len(done), len(done))
     return failed
+
+
+def adopt(known: Path, folder: Path) -> None:
+    """Takes records of an earlier reproduction for measured, where there are none yet."""
+    paths = sorted(known.glob("*.json"))
+    if not paths:
+        raise BadInput(f"{known} has no records; without --known everything is measured again.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        if not (folder / path.name).exists():
+            Notebook(known).record(Step(path.stem, ()))  # damaged ones are refused
+            write_atomically(folder / path.name, path.read_bytes())
+
+
+def keep(folder: Path, place: Path) -> None:
+    """Copies every record to where it can be published: a few thousand bytes each."""
+    place.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.json"):
+        write_atomically(place / path.name, path.read_bytes())
 
 
 def cut_text(scale: Scale, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """docs/results.json: what was measured, and how. Pages and pictures are made from it alone.
 
-A row that cannot be told now keeps what was published of it, if that was with the same settings.
+A row that cannot be told now, or of fewer seeds, keeps what was published of it, if that was with
+the same settings.
 """
 
 from collections.abc import Sequence
@@ -41,8 +42,11 @@ class Result:
     note: str = ""
     commands: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
+    seeds_left: int = 0
+    """How many more are wanted."""
     core_hours: float | None = None
     cores: int | None = None
+    precisions: list[str] = field(default_factory=list)
     commits: list[str] = field(default_factory=list)
     date: str | None = None
 
@@ -77,10 +81,9 @@ def collect(looks: Sequence[Look], scale: Scale, folder: Path, old: Results | No
     rows = []
     for each in looks:
         before = published.get(each.row.key)
-        if each.found is None and before and before.settings == scale.digest:
-            rows.append(before)
-        else:
-            rows.append(result(each, scale, folder))
+        now = result(each, scale, folder)
+        same = before is not None and before.settings == scale.digest
+        rows.append(before if before and same and len(before.seeds) > len(now.seeds) else now)
     sizes = (scale.budget, scale.part, scale.trial)
     runs = (asdict(scale.headline), asdict(scale.base))
     return Results(scale.name, scale.folder, scale.text, *sizes, *runs, rows)
@@ -104,6 +107,7 @@ def result(seen: Look, scale: Scale, folder: Path) -> Result:
         return plain
     records = [Notebook(folder).record(step) for step in seen.steps]
     value, several = (mean(found.values) if found.values else None), len(found.values) > 1
+    left = len(scale.seeds) - len(found.values) if seen.missing else 0
     return replace(
         plain,
         value=value,
@@ -113,9 +117,11 @@ def result(seen: Look, scale: Scale, folder: Path) -> Result:
         table=found.table,
         curves=found.curves,
         note=found.note,
-        seeds=list(scale.seeds) if several else [scale.base.pace.seed],
+        seeds=list(scale.seeds[: len(found.values)]) if several else [scale.base.pace.seed],
+        seeds_left=left,
         core_hours=sum(record.core_seconds for record in records) / 3600,
         cores=max(record.cores for record in records),
+        precisions=sorted({record.precision for record in records}),
         commits=sorted({record.commit for record in records}),
         date=max(record.date for record in records),
     )

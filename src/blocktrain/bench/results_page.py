@@ -74,7 +74,8 @@ def section(results: Results) -> str:
         f"and `flops_ratio`, {results.trial / 1e6:g} MB in `six_workers_extra`, "
         f"{results.part / 1e6:g} MB in `gap_k8`; there are {shape(results.headline)} in the former "
         f"and {shape(results.base)} in `six_workers_extra`. "
-        "[docs/results.md](docs/results.md) has every table, command, seed and hour. "
+        "[docs/results.md](docs/results.md) has every table, command, seed and hour, "
+        "`docs/records` what each command came to (`blocktrain reproduce --known docs/records` goes on from it). "
         "`make reproduce` measures all of it again (it may take a day on two cores, and goes on "
         "where it was stopped), `make reproduce-quick` a small version of it in minutes."
     )
@@ -107,13 +108,17 @@ def numbers(rows: Sequence[Result]) -> str:
 
 
 def measured(row: Result) -> str:
-    """A row's value with its spread."""
+    """A row's value with its spread, and whether seeds are missing."""
     if not row.measured:
         return NOT_YET
     if row.value is None:
         return row.note
     value = f"**{shown(row.value, row.unit)}**"
-    return value if row.spread is None else f"{value}, spread {shown(row.spread, row.unit)}"
+    if row.spread is not None:
+        value += f", spread {shown(row.spread, row.unit)}"
+    if row.seeds_left:
+        value += f" ({len(row.seeds)} of {len(row.seeds) + row.seeds_left} seeds so far)"
+    return value
 
 
 def shown(value: float, unit: str) -> str:
@@ -134,6 +139,7 @@ def how(row: Result) -> str:
         seeds = ", ".join(map(str, row.seeds))
         told = (
             f"{row.date}, commit {', '.join(row.commits)}, {row.cores} cores, "
+            f"{' and '.join(row.precisions)}, "
             f"{row.core_hours:.2f} core-hours, seeds {seeds}"
         )
         told += f"; {row.note}." if row.note and row.unit else "."

@@ -27,6 +27,7 @@ from blocktrain import config
 from blocktrain.bench.costs import flops_of
 from blocktrain.disk import write_atomically
 from blocktrain.errors import BadRun, BlockTrainError
+from blocktrain.learning import device
 from blocktrain.services.children import parent_alive
 from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.lab import Watch
@@ -71,6 +72,8 @@ class Record:
     cores: int
     commit: str
     date: str
+    precision: str
+    """That this machine trains in."""
 
 
 class Missing(Exception):
@@ -217,6 +220,7 @@ def do(step: Step, folder: Path, progress: Progress = silent) -> Record:
         cores=os.cpu_count() or 1,
         commit=commit,
         date=datetime.now(UTC).date().isoformat(),
+        precision=device.trains_in(device.choose()),
     )
     write_atomically(folder / f"{step.name}.json", msgspec.json.encode(record))
     return record

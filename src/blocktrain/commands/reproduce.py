@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from blocktrain.bench.reproduce import chosen, look, measure
+from blocktrain.bench.reproduce import adopt, chosen, keep, look, measure
 from blocktrain.bench.results import Results, collect, read
 from blocktrain.bench.results_page import BEGIN, NOT_YET, publish
 from blocktrain.bench.scales import FULL, QUICK, Scale
@@ -11,13 +11,15 @@ from blocktrain.bench.steps import Record, Step, do
 from blocktrain.console import PLAIN, Out, bars
 from blocktrain.errors import BadInput, BlockTrainError
 
+DOCS = Path("docs")
+
 
 def reproduce(
     *,
     quick: bool = False,
     rows: str = "",
     out: Path | None = None,
-    docs: Path = Path("docs"),
+    known: Path | None = None,
     report_only: bool = False,
     output: Out = PLAIN,
 ) -> None:
@@ -34,16 +36,18 @@ def reproduce(
         Only these, as ce,gap; all if not given.
     out: Path
         Folder for the runs: runs/reproduce, or runs/reproduce-quick.
-    docs: Path
-        Folder of results.json and results.md; README.md is beside it.
+    known: Path
+        Records of an earlier reproduction, as docs/records, to go on from instead of from nothing.
     report_only: bool
         Measure nothing; write what has been measured.
     """
     scale = QUICK if quick else FULL
     folder = out or Path(scale.folder)
     wanted = chosen([name.strip() for name in rows.split(",") if name.strip()], scale)
-    place, readme = (folder, None) if quick else (docs, pages(docs))
+    place, readme = (folder, None) if quick else (DOCS, readme_beside(DOCS))
     failed: dict[str, str] = {}
+    if known is not None:
+        adopt(known, folder)
     if not report_only:
         with bars("steps", "rounds of this step") as (steps, rounds):
 
@@ -54,6 +58,8 @@ def reproduce(
             failed = measure(wanted, scale, folder, carry_out, output.say, steps)
     results = told(scale, folder, place)
     written = publish(results, place, readme)
+    if not quick:
+        keep(folder, place / "records")
     output.say("written: " + ", ".join(map(str, written)))
     output.rows([line(results, row.key) for row in wanted], "Reproduced")
     if failed:
@@ -69,7 +75,7 @@ def told(scale: Scale, folder: Path, place: Path) -> Results:
     return collect(looks, scale, folder, read(place / "results.json"))
 
 
-def pages(docs: Path) -> Path:
+def readme_beside(docs: Path) -> Path:
     """README.md beside the docs, which has a place for results."""
     readme = docs.resolve().parent / "README.md"
     if not readme.exists() or BEGIN not in readme.read_text():

@@ -31,12 +31,19 @@ def choose(name: str = "auto") -> torch.device:
 
 def precision(device: torch.device) -> AbstractContextManager[Any]:
     """bf16 autocast where the device is good at it."""
+    if trains_in(device) == "bf16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def trains_in(device: torch.device) -> str:
+    """The name of that precision."""
     good = (
         device.type == "mps"
         or (device.type == "cuda" and torch.cuda.is_bf16_supported())
         or (device.type == "cpu" and cpu_has_bf16())
     )
-    return torch.autocast(device.type, torch.bfloat16) if good else contextlib.nullcontext()
+    return "bf16" if good else "float32"
 
 
 @cache
