@@ -75,7 +75,8 @@ def section(results: Results) -> str:
         f"{results.part / 1e6:g} MB in `gap_k8`; there are {shape(results.headline)} in the former "
         f"and {shape(results.base)} in `six_workers_extra`. "
         "[docs/results.md](docs/results.md) has every table, command, seed and hour, "
-        "`docs/records` what each command came to (`blocktrain reproduce --known docs/records` goes on from it). "
+        "`docs/records` what each command came to "
+        "(`blocktrain reproduce --known docs/records` goes on from it). "
         "`make reproduce` measures all of it again (it may take a day on two cores, and goes on "
         "where it was stopped), `make reproduce-quick` a small version of it in minutes."
     )
