@@ -145,7 +145,7 @@ def test_a_product_by_tiles_is_the_product(
     matrix, x_TK = Matrix(outputs, inputs), torch.randn(positions, inputs)
     expected = x_TK.double() @ matrix.weights_NK.double().t()
     kernel = Kernel(threads=2)
-    assert (kernel(x_TK, matrix) - expected).abs().max() < 1e-5
+    assert (kernel(x_TK, matrix) - expected).abs().max() < 5e-5  # 5,000 products, float32
     assert min(kernel.spent) > 0
 
 

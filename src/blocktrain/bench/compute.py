@@ -1,4 +1,4 @@
-"""A block's training step against this machine's own fp32 GEMM peak.
+"""A block's training step against this machine's own GEMM peak, in the precision of training.
 
 All matrix products of the step count: own forward and backward, the neighbours' forwards and the
 gradients through them, attention (its causal half, backward counted twice), heads and Muon.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from blocktrain.learning import device
-from blocktrain.learning.local import Start, Work, parameters_of, train_locally
+from blocktrain.learning.local import CPU, Start, Work, parameters_of, train_locally
 from blocktrain.learning.model import VOCABULARY, Block, Shape, new_block
 from blocktrain.learning.objective import Loader, Recipe, Task, objective_for
 from blocktrain.learning.optimiser import MUON_PARTS, NEWTON_SCHULZ_STEPS
@@ -40,6 +40,7 @@ class Compute:
     width: int
     positions: int
     threads: int
+    precision: str
 
 
 def measure(
@@ -54,7 +55,8 @@ def measure(
     round_()
     gemms, steps = [], []
     for number in range(repeats):
-        gemms += [timed(lambda: left @ right) for _ in range(5)]
+        with device.precision(CPU):
+            gemms += [timed(lambda: left @ right) for _ in range(5)]
         steps.append(timed(round_) / LOCAL_STEPS)
         progress(number + 1, repeats)
     peak = 2 * GEMM_SIDE**3 / median(gemms)
@@ -71,6 +73,7 @@ def measure(
         width=width,
         positions=positions,
         threads=torch.get_num_threads(),
+        precision=device.trains_in(CPU),
     )
 
 
