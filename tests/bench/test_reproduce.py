@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -20,13 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blocktrain.bench.comparing import reached
 from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
-from blocktrain.bench.questions import ROWS
-from blocktrain.bench.reproduce import adopt, chosen, keep, look, measure
+from blocktrain.bench.questions import ROWS, Row
+from blocktrain.bench.reproduce import Measuring, adopt, chosen, keep, look, together
 from blocktrain.bench.results import Results, read, result
 from blocktrain.bench.results_page import BEGIN, END, NOT_YET, publish, whole_page, with_section
 from blocktrain.bench.results_picture import CREWS, CURVES, CUTS, FRONTIER, STALENESS, drawn
 from blocktrain.bench.scales import FULL, QUICK, Scale, changed, sized
-from blocktrain.bench.steps import Missing, Notebook, Record, Step, do, flags_of, lab
+from blocktrain.bench.steps import Doing, Missing, Notebook, Record, Step, flags_of, lab
 from blocktrain.cli import build
 from blocktrain.commands.reproduce import told
 from blocktrain.disk import lock, write_atomically
@@ -78,6 +79,39 @@ def measured(folder: Path, ce: Callable[[Step], float]) -> Callable[[Step], Reco
     return carry_out
 
 
+@dataclass
+class Trained:
+    """A step that ends at once."""
+
+    step: Step
+    carry_out: Callable[[Step], Record]
+
+    def ended(self) -> Record:
+        return self.carry_out(self.step)
+
+    def rounds(self) -> int:
+        return 0
+
+    def stop(self) -> None:
+        pass
+
+
+def measure(
+    rows: Sequence[Row], scale: Scale, folder: Path, carry_out: Callable[[Step], Record]
+) -> dict[str, str]:
+    def begin(step: Step, folder: Path, cores: int) -> Doing:
+        return cast(Doing, Trained(step, carry_out))
+
+    return Measuring(rows, scale, folder, begin).run()
+
+
+def do(step: Step, folder: Path) -> Record:
+    doing = Doing(step, folder)
+    while (record := doing.ended()) is None:
+        time.sleep(0.05)
+    return record
+
+
 def by_kind(step: Step) -> float:
     """Blocks 1.40, a reference 1.38; the rate 0.04 is the best for blocks, 0.01 for references."""
     reference = "blocks-1-" in step.name
@@ -104,8 +138,6 @@ def test_a_command_says_exactly_the_run_it_stands_for(scale: Scale) -> None:
         _, bound, _ = build().parse_args(command)
         given = bound.arguments.get("run")
         assert (given.plain if given else Run()) == run
-        alone = run.shape.blocks * run.pace.replicas == 1
-        assert ("--threads" in command) == (alone and scale is FULL)
     assert flags_of(Run()) == []
 
 
@@ -229,6 +261,58 @@ def test_a_failed_step_costs_only_its_own_rows(tmp_path: Path) -> None:
     assert list(failed.values()) == ["No root here; become root."]
     assert look(rows[0], TINY, tmp_path).found is None
     assert look(rows[1], TINY, tmp_path).found is not None
+
+
+def test_what_must_be_alone_is(tmp_path: Path) -> None:
+    one, two, three = (Step(name, ()) for name in "abc")
+    hosts = Step("hosts", (), alone=True)
+    assert together([hosts, one, two, three], [], 2) == [one, two]
+    assert together([hosts, two, three], [one], 2) == [two]
+    assert together([hosts], [one], 2) == []
+    assert together([hosts], [], 2) == [hosts]
+    assert together([one], [hosts], 2) == []
+    assert together([one], [two, three], 2) == []
+
+
+def test_steps_are_done_side_by_side(text: Path, tmp_path: Path) -> None:
+    """Each with its share of the cores: two for the one that is left alone."""
+    begun: list[tuple[Doing, int]] = []
+
+    def begin(step: Step, folder: Path, cores: int) -> Doing:
+        begun.append((Doing(step, folder, cores), cores))
+        return begun[-1][0]
+
+    scale = replace(TINY, grid=(0.02,), data=str(text))
+    row = next(row for row in ROWS if row.key == "composition")
+    assert Measuring([row], scale, tmp_path, begin, cores=2).run() == {}
+    assert [cores for _, cores in begun] == [2, 2]  # its lab run, then the readouts of it
+    row = next(row for row in ROWS if row.key == "lookahead")
+    begun.clear()
+    assert Measuring([row], scale, tmp_path, begin, cores=2).run() == {}
+    assert [cores for _, cores in begun] == [1, 1, 1, 1]
+    assert look(row, scale, tmp_path).found is not None
+
+
+def test_a_stop_lets_every_step_save(text: Path, tmp_path: Path) -> None:
+    """As after Ctrl+C; nobody is left behind."""
+    begun: list[Doing] = []
+
+    def begin(step: Step, folder: Path, cores: int) -> Doing:
+        begun.append(Doing(step, folder, cores))
+        return begun[-1]
+
+    def interrupt(done: int, total: int) -> None:
+        if begun and all(each.log.read_text() for each in begun):  # CE of a sample: they train
+            raise KeyboardInterrupt
+
+    scale = replace(TINY, grid=(0.02,), data=str(text), trial=10**8, notes=10**5)
+    row = next(row for row in ROWS if row.key == "lookahead")
+    measuring = Measuring([row], scale, tmp_path, begin, cores=2, rounds=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measuring.run()
+    assert len(begun) == 2
+    assert all(each.child.returncode not in (None, 0, -signal.SIGKILL) for each in begun)
+    assert all(each.rounds() > 0 for each in begun)
 
 
 def test_two_cannot_measure_into_one_folder(tmp_path: Path) -> None:
@@ -440,8 +524,8 @@ def test_a_killed_reproduction_leaves_nobody_training(tmp_path: Path) -> None:
     step = Step("sleeper", ("lab", "--out", "OUT/never", "--data", "OUT/pipe", "--json"))
     os.mkfifo(tmp_path / "pipe")  # opening the text waits for ever
     script = (
-        "from pathlib import Path; from blocktrain.bench.steps import Step, do;"
-        f"do(Step({step.name!r}, {step.arguments!r}), Path({str(tmp_path)!r}))"
+        "from pathlib import Path; from blocktrain.bench.steps import Doing, Step;"
+        f"Doing(Step({step.name!r}, {step.arguments!r}), Path({str(tmp_path)!r})).child.wait()"
     )
     parent = psutil.Popen([sys.executable, "-c", script])
     try:

@@ -4,20 +4,21 @@ A step that fails costs only the rows that need it; the others go on.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blocktrain.bench.comparing import Found
 from blocktrain.bench.questions import ROWS, Row
 from blocktrain.bench.scales import Scale
-from blocktrain.bench.steps import WIKITEXT, Missing, Notebook, Record, Step
+from blocktrain.bench.steps import WIKITEXT, Doing, Missing, Notebook, Record, Step
 from blocktrain.disk import lock, write_atomically
 from blocktrain.errors import BadInput, BlockTrainError
 from blocktrain.learning.data import open_corpus
 from blocktrain.terms import Progress, silent
 
-Do = Callable[[Step], Record]
+LOOK = 0.5  # seconds between two looks at what is under way
 
 
 @dataclass(frozen=True)
@@ -55,37 +56,94 @@ def chosen(names: Sequence[str], scale: Scale) -> list[Row]:
     return [known[name] for name in names] or rows
 
 
-def measure(
-    rows: Sequence[Row],
-    scale: Scale,
-    folder: Path,
-    do: Do,
-    say: Callable[[str], None] = lambda text: None,
-    progress: Progress = silent,
-) -> dict[str, str]:
-    """Does steps until every row can be told; what failed, and why, by the step's name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    held = lock(
-        folder / "lock",
-        f"Another process measures into {folder}; wait for it, or choose another --out.",
-    )
-    failed: dict[str, str] = {}
-    done: list[tuple[Step, Record]] = []
-    try:
-        cut_text(scale, folder)
-        while todo := left(rows, scale, folder, failed):
-            progress(len(done), len(done) + len(todo))
-            step = todo[0]
-            say(f"{len(todo)} to do{hours(todo, done)}: {step.name}")
-            try:
-                done.append((step, do(step)))
-            except BlockTrainError as error:
-                failed[step.name] = str(error)
-                say(f"failed: {error}")
-    finally:
-        os.close(held)
-    progress(len(done), len(done))
-    return failed
+@dataclass
+class Measuring:
+    """Does steps, as many at a time as there are cores, until every row can be told."""
+
+    rows: Sequence[Row]
+    scale: Scale
+    folder: Path
+    begin: Callable[[Step, Path, int], Doing] = Doing
+    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    say: Callable[[str], None] = lambda text: None
+    steps: Progress = silent
+    rounds: Progress = silent
+    """Of all steps that are under way, together."""
+    running: list[Doing] = field(default_factory=list)
+    done: list[tuple[Step, Record]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why, by the step's name."""
+
+    def run(self) -> dict[str, str]:
+        """Does all that can be done; what failed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        held = lock(
+            self.folder / "lock",
+            f"Another process measures into {self.folder}; wait for it, or choose another --out.",
+        )
+        try:
+            cut_text(self.scale, self.folder)
+            while self.start() or self.running:
+                self.look_after()
+        finally:
+            for doing in self.running:
+                doing.stop()
+            os.close(held)
+        return self.failed
+
+    def start(self) -> bool:
+        """Begins what there are cores for; whether anything is left to begin."""
+        busy = {doing.step.name for doing in self.running}
+        todo = [step for step in self.left() if step.name not in busy]
+        for step in together(todo, [doing.step for doing in self.running], self.cores):
+            share = max(1, self.cores // (len(self.running) + len(todo)))
+            self.say(f"{len(todo)} to do{self.hours(todo)}: {step.name}")
+            todo.remove(step)
+            self.running.append(self.begin(step, self.folder, share))
+        self.steps(len(self.done), len(self.done) + len(self.running) + len(todo))
+        return bool(todo)
+
+    def left(self) -> list[Step]:
+        """What can be done next: every step that a row is known to wait for, once."""
+        looks = (look(row, self.scale, self.folder) for row in self.rows)
+        waiting = {step.name: step for each in looks for step in each.missing}
+        return [step for name, step in waiting.items() if name not in self.failed]
+
+    def look_after(self) -> None:
+        """Waits until a step ends."""
+        while True:
+            for doing in list(self.running):
+                try:
+                    record = doing.ended()
+                except BlockTrainError as error:
+                    self.failed[doing.step.name] = str(error)
+                    self.say(f"failed: {error}")
+                else:
+                    if record is None:
+                        continue
+                    self.done.append((doing.step, record))
+                self.running.remove(doing)
+                return
+            total = sum(doing.step.rounds for doing in self.running)
+            self.rounds(sum(doing.rounds() for doing in self.running), max(1, total))
+            time.sleep(LOOK)
+
+    def hours(self, todo: Sequence[Step]) -> str:
+        """How long what is known to be left may take, by the speed of what was done before."""
+        flops = sum(step.flops for step, _ in self.done)
+        if not flops:
+            return ""
+        spent = sum(record.core_seconds for step, record in self.done if step.flops)
+        seconds = spent / self.cores * sum(step.flops for step in todo) / flops
+        return f", about {seconds / 3600:.1f} h"
+
+
+def together(todo: Sequence[Step], running: Sequence[Step], cores: int) -> Sequence[Step]:
+    """What may begin now; what must be alone comes last."""
+    if any(step.alone for step in running):
+        return []
+    others = [step for step in todo if not step.alone]
+    return others[: max(0, cores - len(running))] if others or running else todo[:1]
 
 
 def adopt(known: Path, folder: Path) -> None:
@@ -112,20 +170,3 @@ def cut_text(scale: Scale, folder: Path) -> None:
     if scale.cut and not (folder / "text").exists():
         train = open_corpus(WIKITEXT).train
         write_atomically(folder / "text", train[: scale.cut].tobytes())
-
-
-def left(rows: Sequence[Row], scale: Scale, folder: Path, failed: dict[str, str]) -> list[Step]:
-    """What can be done next: every step that a row is known to wait for, once."""
-    waiting = {step.name: step for row in rows for step in look(row, scale, folder).missing}
-    return [step for name, step in waiting.items() if name not in failed]
-
-
-def hours(todo: Sequence[Step], done: Sequence[tuple[Step, Record]]) -> str:
-    """How long what is known to be left may take, by the speed of what was done before."""
-    flops = sum(step.flops for step, _ in done)
-    if not flops:
-        return ""
-    core_seconds = sum(record.core_seconds for step, record in done if step.flops)
-    cores = done[-1][1].cores
-    seconds = core_seconds / cores * sum(step.flops for step in todo) / flops
-    return f", about {seconds / 3600:.1f} h"

@@ -11,10 +11,11 @@ row that needs it, and other defaults make other names.
 import hashlib
 import json
 import os
-import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cache
@@ -32,12 +33,9 @@ from blocktrain.services.children import parent_alive
 from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.lab import Watch
 from blocktrain.services.run import Run
-from blocktrain.terms import Progress, silent
 
 WIKITEXT = "wikitext-2"
 OUT = "OUT/"  # begins an argument that is a path in the reproduction's folder
-WORTH_THREADS = 1e12  # FLOPs of a run; threads of small models wait for each other (LOG.md)
-LOOK = 0.5  # seconds between two looks at a child's progress
 LAST_WORDS = 60.0  # seconds that a child has to save after Ctrl+C; a state of 8 blocks takes 1
 
 
@@ -51,6 +49,8 @@ class Step:
     """Of a lab run."""
     flops: float = 0.0
     """By which the time that is left is told; 0 for what is short."""
+    alone: bool = False
+    """Whether nothing else may run beside it."""
 
     def command(self, folder: Path) -> list[str]:
         """The arguments with their paths."""
@@ -130,13 +130,11 @@ class Notebook:
 def lab(
     run: Run, data: str = WIKITEXT, hardship: Hardship = NONE, notes: int = Watch.notes
 ) -> Step:
-    """A run in the lab. One replica alone gets every core as threads, if that pays."""
+    """A run in the lab."""
     flags = flags_of(run) + other_than(NONE, hardship)
     digest = hashlib.sha256(msgspec.json.encode(asdict(run))).hexdigest()[:8]
     name = "-".join(["lab", *(each.removeprefix("--") for each in flags), digest])
     flops = flops_of(run) if run.shape.objective == "neighbours" else 0.0
-    if run.shape.blocks * run.pace.replicas == 1 and flops > WORTH_THREADS:
-        flags += ["--threads", str(os.cpu_count() or 1)]
     if notes != Watch.notes:
         flags += ["--notes", str(notes)]
     arguments = ("lab", *flags, *text(data), "--out", OUT + name, "--json")
@@ -158,7 +156,7 @@ def three_hosts(run: Run) -> Step:
     """The same run across three hosts."""
     name = lab(run).name.replace("lab", "three-hosts", 1)
     flags = ("bench", "three-hosts", *flags_of(run), "--out", OUT + name, "--json")
-    return Step(name, flags)
+    return Step(name, flags, alone=True)  # it has deadlines
 
 
 def bench(name: str, *flags: str) -> Step:
@@ -188,67 +186,73 @@ def other_than(usual: Any, ours: Any) -> list[str]:
 # --- doing one -----------------------------------------------------------------------------------
 
 
-def do(step: Step, folder: Path, progress: Progress = silent) -> Record:
-    """Does a step in a child process and keeps what it came to."""
-    folder.mkdir(parents=True, exist_ok=True)
-    commit = commit_of(Path(__file__).parents[1])
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    log = folder / f"{step.name}.log"
-    command = step.command(folder)
-    with log.open("ab") as said:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "blocktrain.services.children", *command],
-            stdout=subprocess.PIPE,
-            stderr=said,
-            stdin=parent_alive(),  # it ends when this process does, so that nobody trains twice
-            env=config.environment(),
+class Doing:
+    """A step under way in a child process, which ends when this process does: else it would go on
+    beside the one that is started again."""
+
+    def __init__(self, step: Step, folder: Path, cores: int = 1) -> None:
+        self.step, self.folder = step, folder
+        self.command = step.command(folder)
+        self.log = folder / f"{step.name}.log"
+        self.commit = commit_of(Path(__file__).parents[1])
+        self.answer = tempfile.TemporaryFile()  # noqa: SIM115  closed when the step has ended
+        share = ["--at-once", str(cores)] if step.rounds else []  # no result depends on it
+        with self.log.open("ab") as said:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", "blocktrain.services.children", *self.command, *share],
+                stdout=self.answer,
+                stderr=said,
+                stdin=parent_alive(),
+                env=config.environment(),
+                start_new_session=True,  # Ctrl+C is for the parent, who tells it
+            )
+
+    def rounds(self) -> int:
+        """How far a lab run is, as it saves it once a minute."""
+        state = self.folder / self.step.name / "state.json"
+        return int(json.loads(state.read_bytes())["round"]) if state.exists() else 0
+
+    def ended(self) -> Record | None:
+        """What it came to, if it has ended; kept, too."""
+        pid, status, used = os.wait4(self.child.pid, os.WNOHANG)
+        if not pid:
+            return None
+        self.child.returncode = os.waitstatus_to_exitcode(status)
+        record = self.record(used.ru_utime + used.ru_stime)
+        write_atomically(self.folder / f"{self.step.name}.json", msgspec.json.encode(record))
+        return record
+
+    def record(self, spent: float) -> Record:
+        """What it said last, under today's circumstances."""
+        with self.answer:
+            self.answer.seek(0)
+            lines = self.answer.read().splitlines()
+        if self.child.returncode or not lines:
+            last = (self.log.read_text().strip() or "no word").splitlines()[-1]
+            why = last.removeprefix("blocktrain: ").rstrip(".")
+            said = f"`blocktrain {' '.join(self.command)}` failed ({why}); {self.log} says more."
+            raise BlockTrainError(said)
+        result = json.loads(lines[-1])
+        return Record(
+            name=self.step.name,
+            result=result,
+            history=history(self.folder / self.step.name / "history.jsonl"),
+            core_seconds=result.get("core_seconds", spent),  # a lab run knows of earlier starts
+            cores=os.cpu_count() or 1,
+            commit=self.commit,
+            date=datetime.now(UTC).date().isoformat(),
+            precision=device.trains_in(device.choose()),
         )
-        answer = heard(child, lambda: tell_rounds(step, folder, progress))
-    lines = answer.decode().splitlines()
-    if child.returncode or not lines:
-        last = (log.read_text().strip() or "no word").splitlines()[-1]
-        why = last.removeprefix("blocktrain: ").rstrip(".")
-        raise BlockTrainError(f"`blocktrain {' '.join(command)}` failed ({why}); {log} says more.")
-    result = json.loads(lines[-1])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    record = Record(
-        name=step.name,
-        result=result,
-        history=history(folder / step.name / "history.jsonl"),
-        core_seconds=result.get("core_seconds", spent),  # a lab run knows of its earlier starts
-        cores=os.cpu_count() or 1,
-        commit=commit,
-        date=datetime.now(UTC).date().isoformat(),
-        precision=device.trains_in(device.choose()),
-    )
-    write_atomically(folder / f"{step.name}.json", msgspec.json.encode(record))
-    return record
 
-
-def heard(child: "subprocess.Popen[bytes]", look: Callable[[], None]) -> bytes:
-    """What a child says on stdout until it ends; after Ctrl+C it may save first."""
-    try:
-        while True:
+    def stop(self) -> None:
+        """Lets it save what it has, as after Ctrl+C, and waits for it."""
+        self.child.send_signal(signal.SIGINT)
+        with self.answer:
             try:
-                answer, _ = child.communicate(timeout=LOOK)
-                return answer
+                self.child.wait(LAST_WORDS)
             except subprocess.TimeoutExpired:
-                look()
-    except BaseException:
-        try:
-            child.wait(LAST_WORDS)  # Ctrl+C reached it too
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        raise
-
-
-def tell_rounds(step: Step, folder: Path, progress: Progress) -> None:
-    """How far a lab run is, as it saves it once a minute."""
-    state = folder / step.name / "state.json"
-    if step.rounds and state.exists():
-        progress(json.loads(state.read_bytes())["round"], step.rounds)
+                self.child.kill()
+                self.child.wait()
 
 
 def history(path: Path) -> list[tuple[int, float]]:

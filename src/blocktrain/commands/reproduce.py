@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from blocktrain.bench.reproduce import adopt, chosen, keep, look, measure
+from blocktrain.bench.reproduce import Measuring, adopt, chosen, keep, look
 from blocktrain.bench.results import Results, collect, read
 from blocktrain.bench.results_page import BEGIN, NOT_YET, publish
 from blocktrain.bench.scales import FULL, QUICK, Scale
-from blocktrain.bench.steps import Record, Step, do
 from blocktrain.console import PLAIN, Out, bars
 from blocktrain.errors import BadInput, BlockTrainError
 
@@ -49,13 +48,9 @@ def reproduce(
     if known is not None:
         adopt(known, folder)
     if not report_only:
-        with bars("steps", "rounds of this step") as (steps, rounds):
-
-            def carry_out(step: Step) -> Record:
-                rounds(0, max(1, step.rounds))
-                return do(step, folder, rounds)
-
-            failed = measure(wanted, scale, folder, carry_out, output.say, steps)
+        with bars("steps", "rounds of these steps") as (steps, rounds):
+            measuring = Measuring(wanted, scale, folder, say=output.say, steps=steps, rounds=rounds)
+            failed = measuring.run()
     results = told(scale, folder, place)
     written = publish(results, place, readme)
     if not quick:
