@@ -203,7 +203,7 @@ class Doing:
                 stdout=self.answer,
                 stderr=said,
                 stdin=parent_alive(),
-                env=config.environment(),
+                env=config.environment(OMP_NUM_THREADS=str(cores)),  # evaluation, too
                 start_new_session=True,  # Ctrl+C is for the parent, who tells it
             )
 
