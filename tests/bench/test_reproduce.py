@@ -263,7 +263,7 @@ def test_a_failed_step_costs_only_its_own_rows(tmp_path: Path) -> None:
     assert look(rows[1], TINY, tmp_path).found is not None
 
 
-def test_what_must_be_alone_is(tmp_path: Path) -> None:
+def test_what_must_be_alone_is() -> None:
     one, two, three = (Step(name, ()) for name in "abc")
     hosts = Step("hosts", (), alone=True)
     assert together([hosts, one, two, three], [], 2) == [one, two]

@@ -82,8 +82,9 @@ def collect(looks: Sequence[Look], scale: Scale, folder: Path, old: Results | No
     for each in looks:
         before = published.get(each.row.key)
         now = result(each, scale, folder)
-        same = before is not None and before.settings == scale.digest
-        rows.append(before if before and same and len(before.seeds) > len(now.seeds) else now)
+        if before and before.settings == scale.digest and len(before.seeds) > len(now.seeds):
+            now = before
+        rows.append(now)
     sizes = (scale.budget, scale.part, scale.trial)
     runs = (asdict(scale.headline), asdict(scale.base))
     return Results(scale.name, scale.folder, scale.text, *sizes, *runs, rows)
