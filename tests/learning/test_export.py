@@ -16,10 +16,10 @@ from blocktrain.learning.model import Model, Shape
 MakeModel = Callable[[Shape], Model]
 
 SHAPES = [
-    Shape(blocks=1, layers=1, width=16, heads=1, window=16),
-    Shape(blocks=4, layers=1, width=32, heads=4, window=32),
-    Shape(blocks=2, layers=3, width=48, heads=2, window=24),
-    Shape(blocks=3, layers=2, width=128, heads=4, window=64),
+    Shape(blocks=1, layers=1, width=16, heads=1, window=16, grams=1),
+    Shape(blocks=4, layers=1, width=32, heads=4, window=32, grams=1),
+    Shape(blocks=2, layers=3, width=48, heads=2, window=24, grams=1),
+    Shape(blocks=3, layers=2, width=128, heads=4, window=64, grams=1),
 ]
 
 
@@ -129,6 +129,15 @@ def test_a_denoise_model_has_no_standard_form(
     with pytest.raises(CannotExport) as caught:
         export_hf(model, tmp_path)
     assert "neighbours" in sentence(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_vectors_for_runs_of_bytes_have_no_standard_form(
+    tmp_path: Path, alive: MakeModel, sentence: Callable[[BaseException], str]
+) -> None:
+    with pytest.raises(CannotExport) as caught:
+        export_hf(alive(Shape(blocks=1, width=16, heads=2, window=8, grams=2)), tmp_path)
+    assert "--grams 1" in sentence(caught.value)
     assert not list(tmp_path.iterdir())
 
 

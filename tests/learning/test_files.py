@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from blocktrain.config import environment
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadModel, CannotSave
 from blocktrain.learning.files import (
+    ALIGNED,
     FORMAT,
     MAX_MANIFEST,
     from_parameters,
@@ -259,7 +261,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a newer format": (lambda f: rewrite(f, lambda t: t.update(format=FORMAT + 1)), "upgrade"),
     "a newer format with other keys": (
         lambda f: rewrite(f, lambda t: (t.pop("shape"), t.update(format=7, form={}))),
-        "has format 7, this is for 1; upgrade blocktrain",
+        "has format 7, this is for 2; upgrade blocktrain",
     ),
     "too few blocks": (lambda f: rewrite(f, lambda t: t["blocks"].pop()), "lists 2 of 3 blocks"),
     "a path outside": (outside, "is missing"),
@@ -288,6 +290,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "an impossible shape": (told("heads", 3), "does not divide"),
     "a million million layers": (told("layers", 10**12), "beyond"),
     "more layers than tensors": (told("layers", 10**6), "does not hold block 1"),
+    "vectors beyond any machine": (told("gram_rows", 2**62), "beyond"),
     "a width beyond any machine": (told("width", 2**62), "beyond"),
     "text instead of a number": (told("width", "wide"), "shape.width"),
 }
@@ -310,6 +313,7 @@ def test_damage_is_told_in_one_sentence(folder: Path, name: str, sentence: Sente
 SAVE_AND_KILL = """
 # Forks a saver that alternates between two models and kills it at some instant, many times.
 import json, os, random, signal, sys, time
+from dataclasses import replace
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
@@ -377,6 +381,7 @@ def test_a_save_killed_at_any_instant_leaves_the_old_or_the_new_model(tmp_path: 
 
 SAVE_ON_A_FULL_DISK = """
 import json, resource, subprocess, sys
+from dataclasses import replace
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
@@ -387,7 +392,7 @@ from blocktrain.learning.local import parameters_of
 from blocktrain.learning.model import Model, Shape, new_block
 from blocktrain.learning.noise import Noise
 
-shape = Shape(blocks=3, width=64, heads=2, window=12)  # about 300 kB a block
+shape = Shape(blocks=3, width=64, heads=2, window=12, grams=1)  # about 300 kB a block
 old, new = [
     Model(shape, Noise(), [new_block(shape, b, seed) for b in range(3)]) for seed in (1, 2)
 ]
@@ -485,3 +490,25 @@ def test_an_atomic_write_replaces_in_one_step(tmp_path: Path) -> None:
         assert before.read() == b"old"  # whoever reads the old one reads all of it
     assert path.read_bytes() == b"new"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_models_of_before_runs_had_vectors_open_as_they_were(
+    tmp_path: Path, alive: MakeModel
+) -> None:
+    model = alive(replace(SHAPE, grams=1))
+    save_model(model, tmp_path)
+
+    def older(table: dict[str, Any]) -> None:
+        table["format"] = 1
+        del table["shape"]["grams"], table["shape"]["gram_rows"]
+
+    rewrite(tmp_path, older)
+    assert load_model(tmp_path).shape == model.shape
+
+
+@pytest.mark.parametrize("names", [1, 2, 5, 9])
+def test_values_are_mapped_where_torch_would_put_them(tmp_path: Path, names: int) -> None:
+    tensors = {"x" * (number + 1): torch.randn(16) for number in range(names)}
+    save_tensors(tmp_path / "file", tensors)
+    assert all(value.data_ptr() % ALIGNED == 0 for value in load_file(tmp_path / "file").values())
+    assert all(torch.equal(load_tensors(tmp_path / "file")[n], v) for n, v in tensors.items())

@@ -103,9 +103,10 @@ def test_upstream_features_are_the_stacks_residual_stream(alive: MakeModel, inde
     batch = rows(3)
     goal = objective_for(index, RECIPE, loaders(model))
     ((_, features),) = goal.prepare(iter([batch]), micro=2)
-    hidden = model.blocks[0].embed(batch[:, :-1])
+    sight = causal_sight(SHAPE, 12)
+    hidden = model.blocks[0].enter(batch[:, :-1], sight)
     for block in model.blocks[:index]:
-        hidden = block(hidden, causal_sight(SHAPE, 12))
+        hidden = block(hidden, sight)
     assert features is not None
     torch.testing.assert_close(features, hidden, atol=1e-5, rtol=0)
     read = model.blocks[index - 1].head(features).log_softmax(-1)

@@ -15,7 +15,7 @@ from blocktrain.learning.noise import Noise
 from blocktrain.learning.readouts import other_honest, readouts
 
 MakeModel = Callable[[Shape], Model]
-DENOISE = Shape("denoise", blocks=2, width=16, heads=2, window=12)
+DENOISE = Shape("denoise", blocks=2, width=16, heads=2, window=12, grams=1)
 
 
 def text_of(length: int) -> NDArray[np.uint8]:

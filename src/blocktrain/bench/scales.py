@@ -135,7 +135,8 @@ def best(records: list[Record]) -> int:
 FULL = Scale(
     name="full",
     folder="runs/reproduce",
-    headline=changed(Run(), local_steps=20, width=256, heads=4),
+    # Wider tables of runs than a small model's workers would want to fetch; width costs more.
+    headline=changed(Run(), local_steps=20, width=192, heads=3, grams=8, gram_rows=8192),
     base=changed(Run(), local_steps=20),
     budget=12_288_000,
     part=4_096_000,
@@ -144,7 +145,7 @@ FULL = Scale(
     seeds=(0, 1, 2),
 )
 
-SMALL = changed(Run(), local_steps=20, width=64, heads=1, window=128)
+SMALL = changed(Run(), local_steps=20, width=64, heads=1, window=128, gram_rows=512)
 QUICK = Scale(
     name="quick",
     folder="runs/reproduce-quick",

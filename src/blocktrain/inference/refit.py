@@ -135,7 +135,7 @@ def drawn(text: NDArray[np.uint8], window: int, luck: np.random.Generator) -> Te
 def looked_at(model: Model, last: int, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
     """The rows after block `last`, and the whole model's log-probabilities."""
     sight = causal_sight(model.shape, tokens_BT.shape[1])
-    hidden_BTD = model.blocks[0].embed(tokens_BT)
+    hidden_BTD = model.blocks[0].enter(tokens_BT, sight)
     for index, block in enumerate(model.blocks):
         hidden_BTD = block(hidden_BTD, sight)
         if index == last:

@@ -133,7 +133,8 @@ class Span:
         """Room for one session: a window and the padding of its last rows."""
         length = self.shape.window + self.multiple
         layers = self.shape.layers * len(self.blocks)
-        return Memory(Cache(1, length), 2 * 4 * layers * length * self.shape.width)
+        tokens = 8 * (length + self.shape.grams)
+        return Memory(Cache(1, length), 2 * 4 * layers * length * self.shape.width + tokens)
 
     def step(
         self, memory: Memory, start: int, tokens: list[int], rows: Array | None = None
@@ -188,7 +189,9 @@ class Span:
     def through(self, tokens_1T: Tensor, rows_1TW: Tensor | None, sight: Sight) -> Tensor:
         """What these blocks make of the rows of the blocks before."""
         if self.shape.objective == "neighbours":
-            hidden_1TD = self.blocks[0].embed(tokens_1T) if rows_1TW is None else rows_1TW
+            hidden_1TD = rows_1TW
+            if hidden_1TD is None:
+                hidden_1TD = self.blocks[0].enter(tokens_1T, sight)
             for block in self.blocks:
                 hidden_1TD = block(hidden_1TD, sight)
             return hidden_1TD

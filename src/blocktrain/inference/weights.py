@@ -14,18 +14,18 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from blocktrain.config import cache_folder
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadModel
-from blocktrain.learning.files import Manifest, empty_block_without_memory, load_block
+from blocktrain.learning.files import Manifest, empty_block_without_memory, load_block, packed
 from blocktrain.learning.model import EPSILON, Block, Norm, Shape, SwiGLU
 from blocktrain.terms import Digest
 from blocktrain.wire.serving import Weights
 
-LAYOUT = 1
+LAYOUT = 2
 """Changes when the same weights would be laid out or rounded otherwise."""
 INNER = 512  # terms of one inner sum; with 1,024 MKL cuts it itself, otherwise for other rows
 TILE = 2**20  # numbers made fp32 at once: 4 MiB, however large the matrix
@@ -117,7 +117,7 @@ def open_block(folder: Path, manifest: Manifest, index: int, weights: Weights) -
         if path.stem == f"{name}-{digest_of(path)[:16]}":
             return map_laid(path, manifest.shape, index, weights)
         path.unlink(missing_ok=True)
-    body = save(laid_out(load_block(folder, manifest, index), weights))
+    body = packed(laid_out(load_block(folder, manifest, index), weights))
     path = cache / f"{name}-{hashlib.sha256(body).hexdigest()[:16]}.safetensors"
     with errors_are_clear(path):
         cache.mkdir(parents=True, exist_ok=True)

@@ -60,6 +60,11 @@ def export_hf(model: Model, folder: Path) -> None:
             f"A {model.shape.objective} model has no standard form, as its blocks pass on noisy "
             "codes; export a model trained with --objective neighbours."
         )
+    if model.shape.grams > 1:
+        raise CannotExport(
+            "A model with vectors for runs of bytes has no standard form; "
+            "export a model trained with --grams 1."
+        )
     config = as_json(qwen3_config(model.shape))
     with errors_are_clear(folder):
         refuse_another(folder, config)

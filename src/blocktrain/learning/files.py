@@ -28,10 +28,12 @@ from blocktrain.learning.model import Block, Model, Shape, empty_block
 from blocktrain.learning.noise import Noise
 from blocktrain.terms import Digest, Parameters
 
-FORMAT = 1
+FORMAT = 2
+SINGLE_BYTES = 1  # the format of before runs of bytes had vectors
 MAX_MANIFEST = 2**20
-MAX_SIZE = 2**20  # of layers, width or window: checked before anything is built
+MAX_SIZE = 2**20  # of layers, width, window or vectors: checked before anything is built
 MANIFEST = "manifest.json"
+ALIGNED = 64  # bytes: a cache line, and torch's own memory
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,24 @@ def save_model(model: Model, folder: Path, made: dict[str, Any] | None = None) -
 
 def write_block(folder: Path, number: int, parameters: Parameters) -> BlockFile:
     """One block as a file named after its digest."""
-    body = save({name: torch.from_numpy(value) for name, value in parameters.items()})
+    body = packed({name: torch.from_numpy(value) for name, value in parameters.items()})
     digest = Digest(hashlib.sha256(body).hexdigest())
     name = f"block-{number}-{digest[:16]}.safetensors"
     if not (folder / name).is_file() or (folder / name).read_bytes() != body:  # heals damage too
         write_atomically(folder / name, body)
     return BlockFile(name, len(body), digest)
+
+
+def packed(tensors: dict[str, Tensor]) -> bytes:
+    """A safetensors file whose values lie, once mapped, as torch's own memory does.
+
+    Last bits of a product may depend on where its matrices begin; spaces may follow a header.
+    """
+    body: bytes = save(tensors)
+    header = int.from_bytes(body[:8], "little")
+    spaces = -(8 + header) % ALIGNED
+    size = (header + spaces).to_bytes(8, "little")
+    return size + body[8 : 8 + header] + b" " * spaces + body[8 + header :]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -104,6 +118,8 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadModel(f"{path} is damaged ({error}); assemble the model again.") from None
+    if table.get("format") == SINGLE_BYTES and isinstance(table.get("shape"), dict):
+        table |= {"format": FORMAT, "shape": {"grams": 1} | table["shape"]}
     if table.get("format", FORMAT) != FORMAT:  # first: another format has other keys
         raise BadModel(
             f"{path} has format {table['format']}, this is for {FORMAT}; upgrade blocktrain."
@@ -118,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} lists {len(manifest.blocks)} of {shape.blocks} blocks; "
             "copy the whole model directory again."
         )
-    if max(shape.layers, shape.width, shape.window) > MAX_SIZE:
+    if max(shape.layers, shape.width, shape.window, shape.gram_rows) > MAX_SIZE:
         raise BadModel(f"{path} tells of a model beyond {MAX_SIZE} in some way; copy it again.")
     return manifest
 
@@ -183,7 +199,7 @@ def refuse_not_finite(tensors: dict[str, Tensor], path: Path) -> None:
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Named tensors as one safetensors file, atomically."""
     with errors_are_clear(path):
-        write_atomically(path, save({k: v.contiguous() for k, v in tensors.items()}))
+        write_atomically(path, packed({k: v.contiguous() for k, v in tensors.items()}))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

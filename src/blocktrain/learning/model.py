@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.errors import BadConfig, BadInput
+from blocktrain.learning.embedding import MOST, NOTHING, Embedding
 from blocktrain.learning.kernels import rms_norm, rotate
 from blocktrain.learning.noise import Noise, seed_of
 
@@ -48,11 +49,17 @@ class Shape:
     """Attention heads."""
     window: int = 256
     """Positions a model sees at once."""
+    grams: int = 6
+    """Longest run of bytes that has a vector of its own; 1: single bytes only."""
+    gram_rows: int = 2048
+    """Vectors for the runs of each length."""
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "layers", "width", "heads", "window"):
+        for name in ("blocks", "layers", "width", "heads", "window", "grams", "gram_rows"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.grams > MOST:
+            raise BadConfig(f"grams is {self.grams}; it must be at most {MOST}.")
         if self.objective not in ("neighbours", "denoise"):
             raise BadConfig(f"objective '{self.objective}' is neither neighbours nor denoise.")
         if self.width % (2 * self.heads):
@@ -86,15 +93,6 @@ def linear(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
     return matrix
 
 
-class Embedding(nn.Embedding):
-    """A vector for each token. Without memory nothing is drawn: that would import a compiler."""
-
-    def reset_parameters(self) -> None:
-        """Draws the vectors."""
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-
 def rope_angles(positions_T: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines for the given positions."""
     rates = ROPE_BASE ** -(torch.arange(0, head_width, 2, device=positions_T.device) / head_width)
@@ -109,6 +107,12 @@ class Sight:
     angles: tuple[Tensor, Tensor]
     mask: Tensor | None = None  # None: plain causal; else bool, True where attention is allowed
     cache: "Cache | None" = None
+
+    def known(self, tokens_BT: Tensor, reach: int) -> Tensor:
+        """The tokens of this pass behind the `reach` before them, NOTHING before the window."""
+        if self.cache is None:
+            return F.pad(tokens_BT, (reach, 0), value=NOTHING)
+        return self.cache.follow(tokens_BT, reach)
 
 
 class Attention(nn.Module):
@@ -204,13 +208,28 @@ class Head(nn.Module):
         return logits
 
 
-class DecoderBlock(nn.Module):
+class Entered(nn.Module):
+    """A block, which bytes and runs of them may enter."""
+
+    embed: Embedding
+
+    def begin(self, shape: Shape, tokens: int) -> None:
+        """Makes room for vectors of so many tokens."""
+        self.embed = Embedding(tokens, shape.width, shape.grams, shape.gram_rows)
+
+    def enter(self, tokens_BT: Tensor, sight: Sight) -> Tensor:
+        """What tokens are to the block's layers."""
+        x_BTD: Tensor = self.embed(sight.known(tokens_BT, self.embed.reach))
+        return x_BTD
+
+
+class DecoderBlock(Entered):
     """A block of an ordinary decoder (`neighbours`). The first one also embeds bytes."""
 
     def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
         if index == 0:
-            self.embed = Embedding(VOCABULARY, shape.width)
+            self.begin(shape, VOCABULARY)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.head = Head(shape)
 
@@ -220,12 +239,12 @@ class DecoderBlock(nn.Module):
         return x_BTD
 
 
-class DenoiseBlock(nn.Module):
+class DenoiseBlock(Entered):
     """A block that predicts the next byte from clean context and a noisy code of it (`denoise`)."""
 
     def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
-        self.embed = Embedding(VOCABULARY + 1, shape.width)  # one more for MASK
+        self.begin(shape, VOCABULARY + 1)  # one more for MASK
         self.z_in = linear(VOCABULARY, shape.width)
         self.told = nn.Sequential(
             linear(SIGMA_FEATURES, CONDITION), nn.SiLU(), linear(CONDITION, CONDITION)
@@ -236,7 +255,7 @@ class DenoiseBlock(nn.Module):
     def forward(self, tokens_BT: Tensor, z_BTM: Tensor, sigma_B: Tensor, sight: Sight) -> Tensor:
         """EDM's raw output F, as logits; `z_BTM` already scaled by c_in."""
         told_B1D = F.silu(self.told(sigma_features(sigma_B)))[:, None]
-        x_BTD = self.embed(tokens_BT) + self.z_in(z_BTM)
+        x_BTD = self.enter(tokens_BT, sight) + self.z_in(z_BTM)
         for layer in self.layers:
             x_BTD = layer(x_BTD, sight, told_B1D)
         logits: Tensor = self.head(x_BTD)
@@ -269,7 +288,7 @@ def empty_block(shape: Shape, index: int) -> Block:
 
 
 class Cache:
-    """Keys and values of every attention layer, in buffers of one fixed length.
+    """Keys and values of every attention layer, and all tokens, in buffers of one fixed length.
 
     Fixed lengths with an explicit mask are what makes incremental passes repeatable bit for bit.
     """
@@ -279,6 +298,15 @@ class Cache:
         self.length = length
         self.filled = 0
         self.buffers: dict[Attention, tuple[Tensor, Tensor]] = {}
+        self.tokens: Tensor | None = None
+
+    def follow(self, tokens_BT: Tensor, reach: int) -> Tensor:
+        """Stores new tokens behind the filled part and returns them with the `reach` before."""
+        if self.tokens is None:
+            self.tokens = tokens_BT.new_full((self.rows, reach + self.length), NOTHING)
+        end = self.filled + reach + tokens_BT.shape[1]
+        self.tokens[:, self.filled + reach : end] = tokens_BT
+        return self.tokens[:, self.filled : end]
 
     def extend(self, owner: Attention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores new keys and values behind the filled part and returns the whole buffers."""
@@ -354,7 +382,7 @@ class Model:
 
     def decoder_prefixes(self, tokens_BT: Tensor, sight: Sight) -> Iterator[Tensor]:
         """The residual stream passes through the blocks; each head reads it."""
-        hidden_BTD = self.blocks[0].embed(tokens_BT)
+        hidden_BTD = self.blocks[0].enter(tokens_BT, sight)
         for block in self.blocks:
             hidden_BTD = block(hidden_BTD, sight)
             yield block.head(hidden_BTD).log_softmax(-1)

@@ -133,7 +133,7 @@ class Neighbours:
             for number, load in enumerate(self.upstream):
                 block = load()
                 if number == 0:
-                    features = [block.embed(batch[:, :-1]) for batch in batches]
+                    features = [block.enter(batch[:, :-1], sight) for batch in batches]
                 for whole in features:
                     for part in torch.split(whole, micro):  # in place: bounded memory
                         part.copy_(block(part, sight))
@@ -143,7 +143,7 @@ class Neighbours:
     def loss(self, block: Block, rows_BT1: Tensor, features: Tensor | None, key: int) -> Tensor:
         """CE at the furthest head in sight, and a share of it at the block's own."""
         sight = causal_sight(self.shape, rows_BT1.shape[1] - 1, rows_BT1.device)
-        hidden_BTD = block.embed(rows_BT1[:, :-1]) if features is None else features
+        hidden_BTD = block.enter(rows_BT1[:, :-1], sight) if features is None else features
         hidden_BTD = block(hidden_BTD, sight)
         own = cross_entropy(block.head(hidden_BTD), rows_BT1)
         if not self.downstream:
