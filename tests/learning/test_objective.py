@@ -28,6 +28,7 @@ from blocktrain.learning.objective import (
     draw_spans,
     mask_spans,
     objective_for,
+    streams,
 )
 
 MakeModel = Callable[[Shape], Model]
@@ -112,6 +113,19 @@ def test_upstream_features_are_the_stacks_residual_stream(alive: MakeModel, inde
     read = model.blocks[index - 1].head(features).log_softmax(-1)
     expected = list(model.prefixes(batch[:, :-1]))[index - 1]
     torch.testing.assert_close(read, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_streams_computed_once_are_what_each_block_would_find(alive: MakeModel, index: int) -> None:
+    recipe = replace(RECIPE, micro=2 * SHAPE.window)
+    batches, opened = [rows(3), rows(3)], loaders(alive(SHAPE))
+    own = list(objective_for(index, recipe, opened).prepare(iter(batches), 2))
+    known = [streams(batch, opened, recipe) for batch in batches]
+    given = list(objective_for(index, recipe, opened, known).prepare(iter(batches), 2))
+    for (_, one), (_, other) in zip(own, given, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("micro", [1, 3, 8])

@@ -65,6 +65,19 @@ def test_a_run_is_a_function_of_its_settings(corpus: Corpus, tmp_path: Path) -> 
     assert not equal(one, other)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_upstream_may_be_computed_once_for_all(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    run = replace(SMALL, pace=replace(SMALL.pace, replicas=replicas, rounds=2))
+    assert lab(run, corpus, tmp_path / "shared").shares_streams(1)
+    _, shared = lab(run, corpus, tmp_path / "shared").train()
+    monkeypatch.setattr("blocktrain.services.lab.STREAMS_AT_ONCE", 0)
+    assert not lab(run, corpus, tmp_path / "own").shares_streams(1)
+    _, own = lab(run, corpus, tmp_path / "own").train()
+    assert equal(shared, own)
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(corpus: Corpus, tmp_path: Path) -> None:
     _, whole = lab(SMALL, corpus, tmp_path / "whole").train()
 

@@ -82,7 +82,7 @@ def train_locally(
     block = open_block(shape, work.block, start.snapshot).to(where)
     before = digest_of(start.optimiser)
     optimiser = Optimiser(block, rates, start.optimiser)
-    micro = max(1, work.recipe.micro // shape.window)
+    micro = work.recipe.rows_at_once
 
     rows = (torch.from_numpy(batch).to(where) for batch in batches)
     steps, trained, losses = 0, 0, 0.0

@@ -80,14 +80,28 @@ class Recipe:
     micro: int = 2048
     """Positions computed at once; the rest of a batch follows. Activations stay in cache."""
 
+    @property
+    def rows_at_once(self) -> int:
+        """The same in windows."""
+        return max(1, self.micro // self.shape.window)
 
-def objective_for(index: int, recipe: Recipe, neighbours: Sequence[Loader]) -> Objective:
-    """The objective of block `index`; `neighbours` opens every block of the model by its index."""
+
+def objective_for(
+    index: int,
+    recipe: Recipe,
+    neighbours: Sequence[Loader],
+    known: "Sequence[Sequence[Tensor]] | None" = None,
+) -> Objective:
+    """The objective of block `index`; `neighbours` opens every block of the model by its index.
+
+    Who trains several blocks on the same batches gives what `streams` said of each batch.
+    """
     if recipe.shape.objective == "denoise":
         return Denoise(index, recipe.shape, recipe.task, recipe.noise)
     seen = neighbours[index + 1 : index + 1 + recipe.task.lookahead]
     downstream = [load().requires_grad_(False) for load in seen]  # gradients only pass through
-    return Neighbours(recipe.shape, recipe.task, neighbours[:index], downstream)
+    features = None if known is None else [streams_of_one[index] for streams_of_one in known]
+    return Neighbours(recipe.shape, recipe.task, neighbours[:index], downstream, features)
 
 
 def watched(index: int, recipe: Recipe) -> list[int]:
@@ -106,11 +120,16 @@ class Neighbours:
     task: Task
     upstream: Sequence[Loader]
     downstream: Sequence[Block]
+    known: Sequence[Tensor] | None = None
+    """The features of each batch, if somebody else has computed them."""
 
     def prepare(self, rows: Iterator[Tensor], micro: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Streams one upstream block at a time over as many batches as 64 MiB of features allow."""
         if not self.upstream:
             yield from ((batch, None) for batch in rows)
+            return
+        if self.known is not None:
+            yield from zip(rows, self.known, strict=True)
             return
         held: list[Tensor] = []
         for batch in rows:
@@ -135,8 +154,7 @@ class Neighbours:
                 if number == 0:
                     features = [block.enter(batch[:, :-1], sight) for batch in batches]
                 for whole in features:
-                    for part in torch.split(whole, micro):  # in place: bounded memory
-                        part.copy_(block(part, sight))
+                    pass_through(block, whole, sight, micro)
         with torch.enable_grad():
             yield from zip(batches, features, strict=True)
 
@@ -152,6 +170,27 @@ class Neighbours:
             hidden_BTD = copy(hidden_BTD, sight)
         far = cross_entropy(self.downstream[-1].head(hidden_BTD), rows_BT1)
         return self.task.own_share * own + (1 - self.task.own_share) * far
+
+
+@torch.no_grad()
+def streams(rows_BT1: Tensor, neighbours: Sequence[Loader], recipe: Recipe) -> list[Tensor]:
+    """The residual stream that each block finds, by frozen copies of those before it.
+
+    Bit for bit what each would compute on its own, but every copy is gone through once.
+    """
+    sight = causal_sight(recipe.shape, rows_BT1.shape[1] - 1, rows_BT1.device)
+    with device.precision(rows_BT1.device):
+        found = [neighbours[0]().enter(rows_BT1[:, :-1], sight)]
+        for load in neighbours[:-1]:
+            found.append(found[-1].clone())
+            pass_through(load(), found[-1], sight, recipe.rows_at_once)
+    return found
+
+
+def pass_through(block: Block, features_BTD: Tensor, sight: Sight, micro: int) -> None:
+    """One more block, `micro` rows at a time and in place: bounded memory."""
+    for part in torch.split(features_BTD, micro):
+        part.copy_(block(part, sight))
 
 
 @dataclass

@@ -40,13 +40,14 @@ from blocktrain.learning.local import (
     train_locally,
 )
 from blocktrain.learning.model import Model, new_block
-from blocktrain.learning.objective import Loader, objective_for
+from blocktrain.learning.objective import Loader, objective_for, streams
 from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.run import Run
 from blocktrain.services.standings import Standings, copied, save, saved
 from blocktrain.terms import Parameters, Progress, silent
 from blocktrain.wire import tensors
 
+STREAMS_AT_ONCE = 2**30  # bytes of upstream features; beyond it every block computes its own
 SAVE_EVERY = 60.0  # seconds: at most this much work is lost to kill -9
 
 
@@ -115,18 +116,27 @@ class Lab:
         number, replicas = now.round + 1, self.run.pace.replicas
         neighbours = [self.loader(index, block.steady) for index, block in enumerate(now.blocks)]
 
+        known: dict[int, list[list[Tensor]]] = {}
+
         def replica(at: tuple[int, int]) -> tuple[Update, dict[str, Tensor]]:
             index, slot = at
             return train_locally(
                 Start(now.blocks[index].snapshot, copied(now.optimisers.get(at, {}))),
                 (rows for rows, _ in self.batches(slot, number)),
-                objective_for(index, self.run.recipe, neighbours),
+                objective_for(index, self.run.recipe, neighbours, known.get(slot)),
                 self.work(index, slot, number),
                 self.device,
             )
 
+        def stream(batch: tuple[NDArray[np.int64], Cursor]) -> list[Tensor]:
+            rows_BT1 = torch.from_numpy(batch[0]).to(self.device)
+            return streams(rows_BT1, neighbours, self.run.recipe)
+
         places = [(index, slot) for index in range(len(now.blocks)) for slot in range(replicas)]
         with threads(self.threads), ThreadPoolExecutor(self.at_once) as pool:
+            if self.shares_streams(number):
+                for slot in range(replicas):
+                    known[slot] = list(pool.map(stream, self.batches(slot, number)))
             done = dict(zip(places, pool.map(replica, places), strict=True))
         blocks, residuals, late = [], {}, {}
         for index, standing in enumerate(now.blocks):
@@ -167,6 +177,13 @@ class Lab:
         pace = self.run.pace
         steps = self.hardship.steps(pace.steps.of(number), slot, pace.replicas)
         return islice(batches(self.corpus.train, self.run.plan, Cursor(slot, number, 0)), steps)
+
+    def shares_streams(self, number: int) -> bool:
+        """Whether what each block finds upstream is computed once for all: memory allowing."""
+        run = self.run
+        numbers = run.pace.steps.of(number) * run.bytes_per_step * run.shape.width
+        several = run.shape.objective == "neighbours" and run.shape.blocks > 1
+        return several and 4 * numbers * run.shape.blocks <= STREAMS_AT_ONCE
 
     def loader(self, index: int, steady: Parameters) -> Loader:
         """Opens a neighbour once per round, however many blocks and replicas look at it."""
