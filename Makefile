@@ -32,7 +32,7 @@ format: $(VENV)/.ready-dev  ## let ruff do what it can
 	$(BIN)/ruff format .
 
 reference: $(VENV)/.ready  ## train the reference line of `make run`'s plot again (docs/reference.jsonl)
-	$(BIN)/blocktrain lab --blocks 1 --layers 4 --codec fp32 --out runs/reference
+	$(BIN)/blocktrain lab --blocks 1 --layers 4 --rounds 40 --first-steps 0 --codec fp32 --out runs/reference
 	cp runs/reference/history.jsonl docs/reference.jsonl
 
 models: $(VENV)/.ready  ## train the small model and the judge of the serving tests again (models/)

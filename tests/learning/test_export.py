@@ -20,6 +20,7 @@ SHAPES = [
     Shape(blocks=4, layers=1, width=32, heads=4, window=32, grams=1),
     Shape(blocks=2, layers=3, width=48, heads=2, window=24, grams=1),
     Shape(blocks=3, layers=2, width=128, heads=4, window=64, grams=1),
+    Shape(blocks=2, layers=1, width=32, heads=2, window=32, grams=4, gram_rows=64),
 ]
 
 
@@ -30,7 +31,12 @@ def random_bytes(shape: Shape) -> Tensor:
 def loaded(folder: Path, **settings: Any) -> Any:
     from transformers import AutoModelForCausalLM  # seconds: only when these tests run
 
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **settings)
+    own = {"local_files_only": True, "trust_remote_code": "blocktrain" in config_of(folder)}
+    return AutoModelForCausalLM.from_pretrained(folder, **own, **settings)
+
+
+def config_of(folder: Path) -> str:
+    return (folder / "config.json").read_text()
 
 
 def opened(folder: Path, **settings: Any) -> Any:
@@ -94,15 +100,20 @@ def test_the_config_says_what_the_shape_says(tmp_path: Path, alive: MakeModel) -
     assert read.rms_norm_eps == 1e-6
 
 
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[-1]], ids=["bytes", "runs"])
 def test_generation_begins_after_a_newline_and_goes_on_with_bytes(
-    tmp_path: Path, alive: MakeModel
+    tmp_path: Path, alive: MakeModel, shape: Shape
 ) -> None:
-    export_hf(alive(SHAPES[1]), tmp_path)
+    export_hf(alive(shape), tmp_path)
     theirs = opened(tmp_path)
     made = theirs.generate(torch.tensor([[10, *b"The "]]), max_new_tokens=8)
     assert made.shape == (1, 13)
     assert 0 <= int(made.min()) <= int(made.max()) <= 255
     assert int(theirs.generate(max_new_tokens=3)[0, 0]) == 10
+    greedy = theirs.generate(made, max_new_tokens=8, do_sample=False)
+    for end in range(13, 21):  # what a cache remembers is what a whole pass says
+        likeliest = alive(shape).log_probabilities(greedy[:, :end])[0, -1].argmax()
+        assert int(greedy[0, end]) == int(likeliest)
 
 
 def test_people_are_told_what_a_token_is(tmp_path: Path, alive: MakeModel) -> None:
@@ -132,13 +143,26 @@ def test_a_denoise_model_has_no_standard_form(
     assert not list(tmp_path.iterdir())
 
 
-def test_vectors_for_runs_of_bytes_have_no_standard_form(
-    tmp_path: Path, alive: MakeModel, sentence: Callable[[BaseException], str]
+def test_nobody_opens_a_model_without_its_vectors_for_runs(
+    tmp_path: Path, alive: MakeModel
 ) -> None:
-    with pytest.raises(CannotExport) as caught:
-        export_hf(alive(Shape(blocks=1, width=16, heads=2, window=8, grams=2)), tmp_path)
-    assert "--grams 1" in sentence(caught.value)
-    assert not list(tmp_path.iterdir())
+    from transformers import AutoModelForCausalLM
+
+    export_hf(alive(SHAPES[-1]), tmp_path)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)
+
+
+def test_the_rest_of_a_text_is_not_taken_for_a_beginning(tmp_path: Path, alive: MakeModel) -> None:
+    export_hf(alive(SHAPES[-1]), tmp_path)
+    theirs, tokens = opened(tmp_path), random_bytes(SHAPES[-1])
+    with torch.no_grad():
+        begun = theirs(tokens[:, :9], use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="inputs_embeds"):
+            theirs(tokens[:, 9:], past_key_values=begun)
+        rest = theirs(inputs_embeds=theirs.vectors(tokens)[:, 9:], past_key_values=begun)
+        whole = theirs(tokens).logits
+    torch.testing.assert_close(rest.logits, whole[:, 9:], atol=1e-4, rtol=0)
 
 
 def test_a_checkpoint_of_another_shape_is_not_overwritten(

@@ -161,6 +161,21 @@ def own_share(book: Notebook, scale: Scale) -> Found:
     return Found(table=against(book, runs, sized(sides.reference, scale.trial), "own_share"))
 
 
+def grams(book: Notebook, scale: Scale) -> Found:
+    """Vectors for runs of bytes: none, as many as the tables' model has, and as the headline's."""
+    sides = tuned(book, scale)
+    few, many = scale.base.shape, scale.headline.shape
+    table: Table = []
+    for longest, vectors in ((1, 1), (few.grams, few.gram_rows), (many.grams, many.gram_rows)):
+        run, reference = (
+            sized(changed(side, grams=longest, gram_rows=vectors), scale.trial)
+            for side in (sides.blocks, sides.reference)
+        )
+        table += against(book, [run], reference, "grams", "gram_rows")
+        table[-1]["MB moved a round"] = moved_per_round(run) / 1e6
+    return Found(table=table, note="grams 1: single bytes only")
+
+
 # --- 4, replicas, and what they move -------------------------------------------------------------
 
 
@@ -323,6 +338,8 @@ ROWS = (
         quick=False),
     Row("lookahead", "2. Lookahead: how many blocks downstream the loss is taken", lookahead),
     Row("own_share", "2. The share of the loss at the block's own head", own_share, quick=False),
+    Row("grams", "2. Vectors for runs of bytes, where bytes enter the first block", grams,
+        quick=False),
     Row("composition", "3. Composition: the last head, or the mean of heads", composition),
     Row("replicas", "4. Workers per block", replicas),
     Row("diloco", "4. Workers that hold the whole model (DiLoCo)", diloco),

@@ -61,7 +61,9 @@ def shape(run: dict[str, Any]) -> str:
     """A run's model in words."""
     told = run["shape"]
     layers = "one layer" if told["layers"] == 1 else f"{told['layers']} layers"
-    return f"{told['blocks']} blocks of {layers}, width {told['width']}, window {told['window']}"
+    runs = f"{told['grams'] - 1} x {told['gram_rows']:,} vectors for runs of bytes"
+    cut = f"{told['blocks']} blocks of {layers}, width {told['width']}, window {told['window']}"
+    return f"{cut}, {runs}"
 
 
 def section(results: Results) -> str:

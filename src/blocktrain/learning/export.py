@@ -6,6 +6,7 @@ Our decoder layer is Qwen3's (RMSNorm, RoPE by halves, QK-norm, SwiGLU, no biase
     generation_config.json   so that `generate` begins as we do
     model.safetensors        every block's layers, and the last block's head
     README.md                what a token is
+    *.py                     vectors for runs of bytes, which Qwen3 does not have; if there are any
 """
 
 from pathlib import Path
@@ -33,9 +34,11 @@ LAYER_NAMES = {
     "mlp.down": "mlp.down_proj",
 }
 
+OURS = ("embedding.py", "modeling_blocktrain.py")  # what Qwen3 lacks, as code for `transformers`
+
 README = f"""# A byte-level language model
 
-A standard Qwen3 checkpoint, exported by BlockTrain. It has no tokenizer, because it needs none:
+KIND, exported by BlockTrain. It has no tokenizer, because it needs none:
 
 - a token is one raw byte, 0 to 255, and UTF-8 text is its bytes;
 - every text begins after byte {START} (a newline): put it first, and do not count it.
@@ -44,7 +47,7 @@ A standard Qwen3 checkpoint, exported by BlockTrain. It has no tokenizer, becaus
 import torch
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(".")
+model = AutoModelForCausalLM.from_pretrained("."TRUST)
 tokens = torch.tensor([[{START}, *"The ".encode()]])
 print(bytes(model.generate(tokens, max_new_tokens=100)[0, 1:].tolist()).decode(errors="replace"))
 ```
@@ -60,12 +63,8 @@ def export_hf(model: Model, folder: Path) -> None:
             f"A {model.shape.objective} model has no standard form, as its blocks pass on noisy "
             "codes; export a model trained with --objective neighbours."
         )
-    if model.shape.grams > 1:
-        raise CannotExport(
-            "A model with vectors for runs of bytes has no standard form; "
-            "export a model trained with --grams 1."
-        )
-    config = as_json(qwen3_config(model.shape))
+    runs = model.shape.grams > 1
+    config = as_json(qwen3_config(model.shape) | (own_config(model.shape) if runs else {}))
     with errors_are_clear(folder):
         refuse_another(folder, config)
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,9 @@ def export_hf(model: Model, folder: Path) -> None:
         write_atomically(folder / "model.safetensors", body)
         write_atomically(folder / "generation_config.json", as_json(generation_config()))
         if not (folder / "README.md").exists():  # it may be somebody's own
-            write_atomically(folder / "README.md", README.encode())
+            write_atomically(folder / "README.md", readme(runs).encode())
+        for name in OURS if runs else ():
+            write_atomically(folder / name, Path(__file__).with_name(name).read_bytes())
         write_atomically(folder / "config.json", config)
 
 
@@ -114,6 +115,27 @@ def qwen3_config(shape: Shape) -> dict[str, Any]:
     }
 
 
+def own_config(shape: Shape) -> dict[str, Any]:
+    """What is different where runs of bytes have vectors: another class, from files beside it."""
+    return {
+        "architectures": ["BlockTrainForCausalLM"],
+        "model_type": "blocktrain",
+        "auto_map": {
+            "AutoConfig": "modeling_blocktrain.BlockTrainConfig",
+            "AutoModelForCausalLM": "modeling_blocktrain.BlockTrainForCausalLM",
+        },
+        "grams": shape.grams,
+        "gram_rows": shape.gram_rows,
+    }
+
+
+def readme(runs: bool) -> str:
+    """What people are told beside the checkpoint."""
+    kind = "Qwen3 with vectors for runs of bytes (the Python files here)"
+    kind = kind if runs else "A standard Qwen3 checkpoint"
+    return README.replace("KIND", kind).replace("TRUST", ", trust_remote_code=True" * runs)
+
+
 def generation_config() -> dict[str, Any]:
     """Text begins after a newline and has no end of its own."""
     return {"bos_token_id": START, "do_sample": True, "temperature": 0.8}
@@ -127,6 +149,8 @@ def qwen3_tensors(model: Model) -> dict[str, Tensor]:
         "model.norm.weight": last.head.norm.weight,
         "lm_head.weight": last.head.out.weight,
     }
+    if model.shape.grams > 1:
+        tensors["model.embed_tokens.runs"] = first.embed.runs
     layers = [layer for block in model.blocks for layer in block.layers]
     for number, layer in enumerate(layers):
         for name, weight in layer.named_parameters():
