@@ -326,7 +326,7 @@ def test_two_cannot_measure_into_one_folder(tmp_path: Path) -> None:
 def test_only_known_rows_are_chosen() -> None:
     assert [row.key for row in chosen(["gap", "ce"], FULL)] == ["gap", "ce"]
     assert {row.key for row in ROWS} - {row.key for row in chosen([], QUICK)} == {
-        "wan_bytes", "steady", "own_share", "codecs", "unreliable",
+        "wan_bytes", "steady", "own_share", "grams", "codecs", "unreliable",
     }  # fmt: skip
     with pytest.raises(BadInput, match=r"no row 'gab'.*choose among ce, gap"):
         chosen(["gab"], FULL)
@@ -379,7 +379,9 @@ def test_bytes_moved_are_bodies_to_and_from_every_worker() -> None:
     whole = run.end_to_end(4)
     assert moved_per_round(whole) == 2 * fetched_per_round(whole, 0)
     # `bench three-hosts` counted 2.46 bytes a parameter and round at the sockets (LOG.md).
-    assert moved_per_round(Run()) / sum(sizes) == pytest.approx(2.46, rel=0.03)
+    single = changed(Run(), grams=1)
+    values = sum(p.numel() for at in range(4) for p in new_block(single.shape, at, 0).parameters())
+    assert moved_per_round(single) / values == pytest.approx(2.46, rel=0.03)
 
 
 # --- pages ---------------------------------------------------------------------------------------

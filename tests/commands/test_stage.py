@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from blocktrain.commands.stage import KEPT_FREE, OF_FILE, Held, span_for
+from blocktrain.commands.stage import KEPT_FREE, Held, bytes_held, span_for
 from blocktrain.config import cache_folder
 from blocktrain.errors import BadInput
 from blocktrain.inference.span import Span
@@ -23,7 +23,7 @@ MIB = 2**20
 SIZES = [300, 100, 100, 200]  # MiB of four blocks' files
 MODEL = Manifest(
     1,
-    Shape(blocks=4),
+    Shape(blocks=4, grams=1),
     Noise(),
     [BlockFile(f"{n}", size * MIB, Digest("")) for n, size in enumerate(SIZES)],
 )
@@ -90,7 +90,7 @@ def test_weights_take_what_is_counted_for_them(
     """The layout that is mapped, of a block so wide that its matrices are nearly all of it."""
     monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
     shape = Shape(blocks=1, layers=1, width=512, heads=8, window=8)
-    (entry,) = save_model(alive(shape), tmp_path / "model").blocks
+    manifest = save_model(alive(shape), tmp_path / "model")
     Span.open(tmp_path / "model", 0, 0, weights)
     (laid,) = (cache_folder() / "weights").iterdir()
-    assert laid.stat().st_size == pytest.approx(OF_FILE[weights] * entry.bytes, rel=0.05)
+    assert laid.stat().st_size == pytest.approx(bytes_held(manifest, 0, weights), rel=0.05)

@@ -32,9 +32,9 @@ PROMPTS = [b"", b"hello", b"a prompt that is longer than the window of 24"]
 WAYS = [exact, speculative]
 
 
-def drafting_model(alive: MakeModel, objective: Objective) -> Model:
+def drafting_model(alive: MakeModel, objective: Objective, grams: int = Shape.grams) -> Model:
     """Its first block guesses often but not always what the whole says: later ones add little."""
-    model = alive(Shape(objective, blocks=3, width=32, heads=2, window=WINDOW))
+    model = alive(Shape(objective, blocks=3, width=32, heads=2, window=WINDOW, grams=grams))
     for block in model.blocks[1:]:
         block.head.load_state_dict(model.blocks[0].head.state_dict())
         for name, parameter in block.named_parameters():
@@ -148,8 +148,8 @@ def test_a_whole_model_drafts_without_a_mistake(alive: MakeModel) -> None:
 
 
 def test_repeated_text_is_guessed(alive: MakeModel) -> None:
-    """A greedy tiny model soon runs in circles; looking back finds them."""
-    model = drafting_model(alive, "neighbours")
+    """A greedy tiny model of single bytes soon runs in circles; looking back finds them."""
+    model = drafting_model(alive, "neighbours", grams=1)
     pieces = all_of(speculative(session_over(model), b"hello", Sampling(0, length=100)))
     assert sum(piece.guessed for piece in pieces) > 0
     assert len(pieces) < 100

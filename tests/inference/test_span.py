@@ -130,11 +130,14 @@ def test_going_back_forgets_what_came_after(model: Model) -> None:
     assert memory.filled == 3
 
 
-def test_memory_is_what_it_says(alive: MakeModel) -> None:
-    span = Span.of(alive(Shape(blocks=2, layers=2, width=32, heads=2, window=24)))
+@pytest.mark.parametrize("first", [0, 1])
+def test_memory_is_what_it_says(alive: MakeModel, objective: Objective, first: int) -> None:
+    model = alive(Shape(objective, blocks=2, layers=2, width=32, heads=2, window=24))
+    span = Span.of(model, first)
     memory = span.memory()
-    span.step(memory, 0, [1])
+    span.step(memory, 0, [1], np.zeros((1, span.stream), np.float32) if first else None)
     held = [buffer for pair in memory.cache.buffers.values() for buffer in pair]
+    held += [] if memory.cache.tokens is None else [memory.cache.tokens]
     assert sum(buffer.nbytes for buffer in held) == memory.bytes
 
 

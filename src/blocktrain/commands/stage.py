@@ -19,6 +19,7 @@ from blocktrain.inference import coverage
 from blocktrain.inference.span import Span
 from blocktrain.inference.stage import Stage
 from blocktrain.learning.files import Manifest
+from blocktrain.learning.model import VOCABULARY
 from blocktrain.services.announcing import announced, beside
 from blocktrain.services.belonging import Belonging, Pass, belong, watch_banned, watch_served
 from blocktrain.services.papers import admit as make_member
@@ -29,7 +30,7 @@ from blocktrain.wire.serving import Announce, Holding, Place, Publish, Weights
 from blocktrain.wire.signing import load_key
 
 KEPT_FREE = 2**29  # bytes for texts and for what a step needs
-OF_FILE = {"fp32": 1.0, "bf16": 0.5, "int8": 0.27}  # bytes in memory, of those in the file
+OF_FILE = {"fp32": 1.0, "bf16": 0.5, "int8": 0.27}  # bytes of a matrix, of those in the file
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,15 @@ def span_for(held: Held, manifest: Manifest, others: list[Holding]) -> tuple[int
     """Which blocks to hold, where others hold those of the same model."""
     if held.blocks != "auto":
         return coverage.parse(held.blocks, manifest.shape.blocks)
-    sizes = [int(entry.bytes * OF_FILE[held.weights]) for entry in manifest.blocks]
+    sizes = [bytes_held(manifest, index, held.weights) for index in range(manifest.shape.blocks)]
     others = [each for each in others if each.model == manifest.digest]
     return coverage.least_covered(others, sizes, psutil.virtual_memory().available - KEPT_FREE)
+
+
+def bytes_held(manifest: Manifest, index: int, weights: Weights) -> int:
+    """What a block takes in memory: its vectors of bytes, and runs of them, stay as they are."""
+    shape, whole = manifest.shape, manifest.blocks[index].bytes
+    vectors = VOCABULARY + (shape.grams - 1) * shape.gram_rows
+    embeds = index == 0 or shape.objective == "denoise"
+    kept = min(whole, 4 * vectors * shape.width) if embeds else 0
+    return kept + int((whole - kept) * OF_FILE[weights])

@@ -133,7 +133,8 @@ class Span:
         """Room for one session: a window and the padding of its last rows."""
         length = self.shape.window + self.multiple
         layers = self.shape.layers * len(self.blocks)
-        tokens = 8 * (length + self.shape.grams)
+        embeds = self.begins or self.shape.objective == "denoise"
+        tokens = 8 * embeds * (length + self.shape.grams - 1)
         return Memory(Cache(1, length), 2 * 4 * layers * length * self.shape.width + tokens)
 
     def step(
