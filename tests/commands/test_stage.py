@@ -48,9 +48,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Free:
         ("fp32", 499, (1, 3)),
         ("fp32", 399, (1, 2)),  # the first block and one more would be 400
         ("fp32", 100, (1, 1)),
-        ("bf16", 350, (0, 3)),  # half of it
+        ("bf16", 351, (0, 3)),  # half of it, but for the vectors of bytes
         ("bf16", 349, (0, 2)),
-        ("int8", 189, (0, 3)),  # 0.27 of it
+        ("int8", 190, (0, 3)),  # 0.27 of it, and the same
         ("int8", 188, (0, 2)),
     ],
 )
