@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from blocktrain.config import cache_folder
 from blocktrain.errors import BadModel
@@ -91,6 +92,7 @@ def test_a_block_is_laid_out_once_and_then_mapped(
     span = Span.open(tmp_path / "model", 0, 0, weights)
     assert laid_files(weights) == [path]
     assert path.stat().st_mtime_ns == written
+    assert all(value.data_ptr() % 64 == 0 for value in load_file(path).values())
     rows = span.step(span.memory(), 0, [1, 2, 3])
     assert (rows == first.step(first.memory(), 0, [1, 2, 3])).all()
     mappings = re.findall(

@@ -313,7 +313,6 @@ def test_damage_is_told_in_one_sentence(folder: Path, name: str, sentence: Sente
 SAVE_AND_KILL = """
 # Forks a saver that alternates between two models and kills it at some instant, many times.
 import json, os, random, signal, sys, time
-from dataclasses import replace
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
@@ -381,7 +380,6 @@ def test_a_save_killed_at_any_instant_leaves_the_old_or_the_new_model(tmp_path: 
 
 SAVE_ON_A_FULL_DISK = """
 import json, resource, subprocess, sys
-from dataclasses import replace
 from pathlib import Path
 import torch
 torch.set_num_threads(1)

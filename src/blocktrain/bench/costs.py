@@ -1,7 +1,7 @@
 """What a run costs by arithmetic alone: FLOPs of all its workers, bytes that move between them.
 
 FLOPs are matrix products, counted as `bench compute` counts them. Bytes are the bodies of updates
-and deltas, without HTTP's headers: 2.50 a parameter and round for the default run with int4, where
+and deltas, without HTTP's headers: 2.50 a parameter and round with int4 and `--grams 1`, where
 `bench three-hosts` measured 2.46 at the workers' sockets.
 """
 

@@ -42,11 +42,12 @@ class Case:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the whole model."""
+        """The shape of the whole model, without vectors for runs of bytes: they are as many however
+        deep a model is, and only the first block, which is not measured here, would have them."""
         heads = max(1, self.width // 64)
         return Shape(
             "denoise" if self.objective == "denoise" else "neighbours",
-            self.blocks, self.layers, self.width, heads, self.window,
+            self.blocks, self.layers, self.width, heads, self.window, grams=1,
         )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def spent(crew: Embedded) -> float:
 
 def lab_seconds(run: Run, corpus: Corpus, folder: Path) -> float:
     """CPU-seconds of the lab for the rounds that count."""
-    studio = Lab(run, corpus, folder, torch.device("cpu"))
+    studio = Lab(run, corpus, folder, torch.device("cpu"), sharing=False)  # as workers must
     now = studio.beginning()
     marks = []
     for _ in range(run.pace.rounds - 1):

@@ -19,7 +19,6 @@ from blocktrain.inference import coverage
 from blocktrain.inference.span import Span
 from blocktrain.inference.stage import Stage
 from blocktrain.learning.files import Manifest
-from blocktrain.learning.model import VOCABULARY
 from blocktrain.services.announcing import announced, beside
 from blocktrain.services.belonging import Belonging, Pass, belong, watch_banned, watch_served
 from blocktrain.services.papers import admit as make_member
@@ -181,7 +180,5 @@ def span_for(held: Held, manifest: Manifest, others: list[Holding]) -> tuple[int
 def bytes_held(manifest: Manifest, index: int, weights: Weights) -> int:
     """What a block takes in memory: its vectors of bytes, and runs of them, stay as they are."""
     shape, whole = manifest.shape, manifest.blocks[index].bytes
-    vectors = VOCABULARY + (shape.grams - 1) * shape.gram_rows
-    embeds = index == 0 or shape.objective == "denoise"
-    kept = min(whole, 4 * vectors * shape.width) if embeds else 0
+    kept = min(whole, 4 * shape.vectors(index) * shape.width)
     return kept + int((whole - kept) * OF_FILE[weights])

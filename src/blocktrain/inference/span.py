@@ -133,7 +133,7 @@ class Span:
         """Room for one session: a window and the padding of its last rows."""
         length = self.shape.window + self.multiple
         layers = self.shape.layers * len(self.blocks)
-        embeds = self.begins or self.shape.objective == "denoise"
+        embeds = self.shape.vectors(self.holding.first) > 0
         tokens = 8 * embeds * (length + self.shape.grams - 1)
         return Memory(Cache(1, length), 2 * 4 * layers * length * self.shape.width + tokens)
 

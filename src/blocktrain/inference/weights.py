@@ -25,7 +25,7 @@ from blocktrain.learning.model import EPSILON, Block, Norm, Shape, SwiGLU
 from blocktrain.terms import Digest
 from blocktrain.wire.serving import Weights
 
-LAYOUT = 2
+LAYOUT = 3
 """Changes when the same weights would be laid out or rounded otherwise."""
 INNER = 512  # terms of one inner sum; with 1,024 MKL cuts it itself, otherwise for other rows
 TILE = 2**20  # numbers made fp32 at once: 4 MiB, however large the matrix
@@ -80,11 +80,12 @@ class LeanNorm(nn.Module):
     def __init__(self, weight_K: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight_K * len(weight_K) ** 0.5)
-        self.register_buffer("floor", weight_K.new_tensor((len(weight_K) * EPSILON) ** 0.5))
+        floor = (len(weight_K) * EPSILON) ** 0.5
+        self.register_buffer("floor", weight_K.new_full((16,), floor))  # 16: see files.packed
 
     def forward(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x / torch.hypot(length, self.floor)).mul_(self.weight)
+        return (x / torch.hypot(length, self.floor[0])).mul_(self.weight)
 
 
 class PlainSwiGLU(nn.Module):

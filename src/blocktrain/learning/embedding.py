@@ -15,7 +15,7 @@ NOTHING = -1  # in place of a byte before the window's first
 GAIN = 4.0  # a run comes up rarely, so each of AdamW's steps must take its vector further
 MOST = 32  # bytes in a run
 PRIME = 2**31 - 1
-FACTORS = [pow(16807, power, PRIME) for power in range(1, MOST + 1)]
+FACTORS = [pow(16807, power, PRIME) for power in range(2, MOST + 2)]
 
 
 class Embedding(nn.Embedding):
@@ -53,6 +53,5 @@ def places(known_BT: Tensor, reach: int, vectors: int) -> Tensor:
     for back in range(1, reach + 1):
         first = reach - back
         sums_BT = sums_BT + (known_BT[:, first : first + length] + 1) * FACTORS[back]
-        mixed_BT = sums_BT % PRIME * FACTORS[0] % PRIME
-        found.append(mixed_BT % vectors + (back - 1) * vectors)
+        found.append(sums_BT % PRIME % vectors + (back - 1) * vectors)
     return torch.stack(found)

@@ -52,7 +52,8 @@ tokens = torch.tensor([[{START}, *"The ".encode()]])
 print(bytes(model.generate(tokens, max_new_tokens=100)[0, 1:].tolist()).decode(errors="replace"))
 ```
 
-It sees at most `max_position_embeddings` bytes at once (config.json).
+It sees at most `max_position_embeddings` bytes at once (config.json). Texts of a batch should be of
+one length: what pads them would be read as bytes.
 """
 
 

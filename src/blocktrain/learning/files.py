@@ -59,7 +59,10 @@ class Manifest:
     @property
     def digest(self) -> Digest:
         """Names the model: its shape and every block."""
-        body = msgspec.json.encode((asdict(self.shape), asdict(self.noise), self.blocks))
+        shape = asdict(self.shape)
+        if self.shape.grams == 1:  # as models were named before runs of bytes had vectors
+            del shape["grams"], shape["gram_rows"]
+        body = msgspec.json.encode((shape, asdict(self.noise), self.blocks))
         return Digest(hashlib.sha256(body).hexdigest())
 
 
@@ -95,7 +98,8 @@ def write_block(folder: Path, number: int, parameters: Parameters) -> BlockFile:
 def packed(tensors: dict[str, Tensor]) -> bytes:
     """A safetensors file whose values lie, once mapped, as torch's own memory does.
 
-    Last bits of a product may depend on where its matrices begin; spaces may follow a header.
+    Last bits of a product may depend on where its matrices begin; spaces may follow a header. All
+    values so lie at multiples of 64 bytes if each tensor has a multiple of 16 of them.
     """
     body: bytes = save(tensors)
     header = int.from_bytes(body[:8], "little")
@@ -134,9 +138,14 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} lists {len(manifest.blocks)} of {shape.blocks} blocks; "
             "copy the whole model directory again."
         )
-    if max(shape.layers, shape.width, shape.window, shape.gram_rows) > MAX_SIZE:
+    if not is_bounded(shape):
         raise BadModel(f"{path} tells of a model beyond {MAX_SIZE} in some way; copy it again.")
     return manifest
+
+
+def is_bounded(shape: Shape) -> bool:
+    """Whether a shape from elsewhere may be looked at any further."""
+    return max(shape.layers, shape.width, shape.window, shape.gram_rows) <= MAX_SIZE
 
 
 def load_model(folder: Path, device: torch.device | None = None) -> Model:

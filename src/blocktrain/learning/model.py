@@ -68,6 +68,13 @@ class Shape:
                 f"choose a multiple of {2 * self.heads} or another number of heads."
             )
 
+    def vectors(self, index: int) -> int:
+        """How many of them, for tokens and for runs, a block has where bytes enter it."""
+        if self.objective == "neighbours" and index:
+            return 0
+        masks = 1 if self.objective == "denoise" else 0
+        return VOCABULARY + masks + (self.grams - 1) * self.gram_rows
+
     @property
     def hidden(self) -> int:
         """SwiGLU's inner width: 8/3 of the width, rounded up to 64 for whole cache lines."""

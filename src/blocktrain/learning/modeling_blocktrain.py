@@ -41,6 +41,7 @@ class BlockTrainForCausalLM(Qwen3ForCausalLM):  # type: ignore[misc]
     def forward(
         self,
         input_ids: Tensor | None = None,
+        *,
         inputs_embeds: Tensor | None = None,
         past_key_values: Any = None,
         **more: Any,

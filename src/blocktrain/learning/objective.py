@@ -100,7 +100,7 @@ def objective_for(
         return Denoise(index, recipe.shape, recipe.task, recipe.noise)
     seen = neighbours[index + 1 : index + 1 + recipe.task.lookahead]
     downstream = [load().requires_grad_(False) for load in seen]  # gradients only pass through
-    features = None if known is None else [streams_of_one[index] for streams_of_one in known]
+    features = None if known is None or not index else [batch[index - 1] for batch in known]
     return Neighbours(recipe.shape, recipe.task, neighbours[:index], downstream, features)
 
 
@@ -152,7 +152,7 @@ class Neighbours:
             for number, load in enumerate(self.upstream):
                 block = load()
                 if number == 0:
-                    features = [block.enter(batch[:, :-1], sight) for batch in batches]
+                    features = [entered(block, batch, sight, micro) for batch in batches]
                 for whole in features:
                     pass_through(block, whole, sight, micro)
         with torch.enable_grad():
@@ -174,17 +174,23 @@ class Neighbours:
 
 @torch.no_grad()
 def streams(rows_BT1: Tensor, neighbours: Sequence[Loader], recipe: Recipe) -> list[Tensor]:
-    """The residual stream that each block finds, by frozen copies of those before it.
+    """The residual stream that each block but the first finds, by frozen copies of those before.
 
     Bit for bit what each would compute on its own, but every copy is gone through once.
     """
     sight = causal_sight(recipe.shape, rows_BT1.shape[1] - 1, rows_BT1.device)
     with device.precision(rows_BT1.device):
-        found = [neighbours[0]().enter(rows_BT1[:, :-1], sight)]
+        features_BTD = entered(neighbours[0](), rows_BT1, sight, recipe.rows_at_once)
+        found = []
         for load in neighbours[:-1]:
-            found.append(found[-1].clone())
-            pass_through(load(), found[-1], sight, recipe.rows_at_once)
+            pass_through(load(), features_BTD, sight, recipe.rows_at_once)
+            found.append(features_BTD.clone())
     return found
+
+
+def entered(block: Block, rows_BT1: Tensor, sight: Sight, micro: int) -> Tensor:
+    """What rows are to the first block's layers, `micro` rows at a time: bounded memory."""
+    return torch.cat([block.enter(rows[:, :-1], sight) for rows in torch.split(rows_BT1, micro)])
 
 
 def pass_through(block: Block, features_BTD: Tensor, sight: Sight, micro: int) -> None:

@@ -93,7 +93,7 @@ class Optimiser:
         )
         for name, parameter in self.others.items():
             self.adamw.state[parameter] = {
-                "step": take(state, f"step.{name}", torch.tensor(0.0)),
+                "step": take(state, f"step.{name}", parameter.new_zeros(()).detach()),
                 "exp_avg": take(state, f"exp_avg.{name}", parameter.data),
                 "exp_avg_sq": take(state, f"exp_avg_sq.{name}", parameter.data),
             }

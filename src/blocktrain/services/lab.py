@@ -82,6 +82,8 @@ class Lab:
     """Replicas trained at the same time: one thread each is faster than several for one, and not
     slowed down tenfold by a busy neighbour."""
     hardship: Hardship = NONE
+    sharing: bool = True
+    """Whether what is upstream is computed once for all blocks; workers cannot, each is alone."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -179,11 +181,11 @@ class Lab:
         return islice(batches(self.corpus.train, self.run.plan, Cursor(slot, number, 0)), steps)
 
     def shares_streams(self, number: int) -> bool:
-        """Whether what each block finds upstream is computed once for all: memory allowing."""
+        """Whether that is so in this round: memory allowing."""
         run = self.run
         numbers = run.pace.steps.of(number) * run.bytes_per_step * run.shape.width
-        several = run.shape.objective == "neighbours" and run.shape.blocks > 1
-        return several and 4 * numbers * run.shape.blocks <= STREAMS_AT_ONCE
+        upstream = run.shape.blocks - 1 if run.shape.objective == "neighbours" else 0
+        return self.sharing and 0 < 4 * numbers * upstream <= STREAMS_AT_ONCE
 
     def loader(self, index: int, steady: Parameters) -> Loader:
         """Opens a neighbour once per round, however many blocks and replicas look at it."""

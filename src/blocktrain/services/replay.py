@@ -22,7 +22,7 @@ from blocktrain.learning.data import Corpus, Cursor, batches
 from blocktrain.learning.local import Start, parameters_of, train_locally
 from blocktrain.learning.model import new_block
 from blocktrain.learning.objective import objective_for, watched
-from blocktrain.services.assigned import loaders_of, run_of, work_of
+from blocktrain.services.assigned import loaders_of, refuse_other_blocks, run_of, work_of
 from blocktrain.services.memory import Memory
 from blocktrain.services.run import Run
 from blocktrain.terms import Digest, Parameters, Progress, silent
@@ -59,6 +59,7 @@ class Replay:
 
     def begin(self) -> None:
         """Every block as the run's seed makes it."""
+        refuse_other_blocks(self.charter, self.run.shape)
         self.folder.mkdir(parents=True, exist_ok=True)
         for block in range(self.run.shape.blocks):
             first = parameters_of(new_block(self.run.shape, block, self.run.pace.seed))

@@ -27,7 +27,7 @@ from blocktrain.learning.local import Start, Update, parameters_of, train_locall
 from blocktrain.learning.model import new_block
 from blocktrain.learning.objective import Loader, objective_for, watched
 from blocktrain.services import cores, membership
-from blocktrain.services.assigned import loaders_of, run_of, work_of
+from blocktrain.services.assigned import loaders_of, refuse_other_blocks, run_of, work_of
 from blocktrain.services.holdings import Holdings
 from blocktrain.services.memory import Memory, Notebook, spent
 from blocktrain.services.room import Room, state_size
@@ -90,6 +90,7 @@ class Worker:
         self.coordinator, self.run_id = admitted.coordinator, admitted.run
         self.charter = admitted.charter
         self.run = run_of(self.charter)
+        refuse_other_blocks(self.charter, self.run.shape)
         self.folder = admitted.folder(self.root)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.notebook = Notebook(self.folder)
