@@ -146,10 +146,8 @@ def test_an_honest_model_passes(objective: Objective, grams: int) -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", [Loosened, Hasty, Peeking])
 def test_a_leaky_model_fails(objective: Objective, kind: type[Model]) -> None:
-    if kind is Peeking:
-        model = shaken(objective, kind)
-    else:
-        model = trained(objective, kind)  # type: ignore[arg-type]  # a class can be hashed
+    make = shaken if kind is Peeking else trained
+    model = make(objective, kind)  # type: ignore[arg-type]  # a class can be hashed
     found = audit(model, HELD_OUT)
     assert not found.passed
     assert not found.causal
