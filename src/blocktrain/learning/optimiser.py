@@ -27,7 +27,7 @@ MUON_PARTS = ("attention.", "mlp.", "z_in.")
 class Rates:
     """How far a step of a block goes that has one replica, over the whole run."""
 
-    matrix: float = 0.02
+    matrix: float = 0.01
     """Muon's learning rate; R replicas take sqrt(R) times it."""
     other: float = 0.005
     """AdamW's learning rate (embeddings, heads, norms); R replicas take sqrt(R) times it."""
