@@ -128,6 +128,36 @@ def test_streams_computed_once_are_what_each_block_would_find(alive: MakeModel, 
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_going_through_copies_twice_changes_no_bit(
+    alive: MakeModel, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    """The furthest copy keeps its activations: its backward comes first."""
+    recipe = replace(RECIPE, task=Task(lookahead=2))
+    passes: list[int] = []
+
+    def once() -> tuple[Tensor, list[Tensor]]:
+        model = alive(SHAPE)
+        for number, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(lambda *_, number=number: passes.append(number))
+        goal = objective_for(index, recipe, loaders(model))
+        block = model.blocks[index].requires_grad_(True)
+        ((batch, features),) = goal.prepare(iter([rows(3)]), micro=3)
+        passes.clear()
+        loss = goal.loss(block, batch, features, key=0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), [p.grad for p in block.parameters() if p.grad is not None]
+
+    kept_loss, kept = once()
+    assert passes == [index, *range(index + 1, min(index + 3, 4))]
+    monkeypatch.setattr(module, "KEPT_ACTIVATIONS", 0)
+    twice_loss, twice = once()
+    assert passes[len(range(index, min(index + 3, 4))) :] == ([index + 1] if index < 2 else [])
+    assert torch.equal(kept_loss, twice_loss)
+    assert len(kept) == len(twice) > 0
+    assert all(map(torch.equal, kept, twice))
+
+
 @pytest.mark.parametrize("micro", [1, 3, 8])
 def test_the_part_computed_at_once_does_not_matter(alive: MakeModel, micro: int) -> None:
     goal = objective_for(2, RECIPE, loaders(alive(SHAPE)))

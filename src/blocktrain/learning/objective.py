@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from blocktrain.errors import BadConfig
 from blocktrain.learning import device
@@ -33,6 +34,7 @@ Loader = Callable[[], Block]
 """Opens a neighbour when it is needed; from a file it is memory-mapped, so it costs no memory."""
 
 UNASKED = -100  # in place of a target that nobody has to find
+KEPT_ACTIVATIONS = 128 * 2**20  # bytes in a frozen copy; if there would be more, none are kept
 FEATURES_AT_ONCE = 64 * 2**20  # bytes of upstream features held: memory must not grow with K
 
 
@@ -166,10 +168,28 @@ class Neighbours:
         own = cross_entropy(block.head(hidden_BTD), rows_BT1)
         if not self.downstream:
             return own
-        for copy in self.downstream:
-            hidden_BTD = copy(hidden_BTD, sight)
-        far = cross_entropy(self.downstream[-1].head(hidden_BTD), rows_BT1)
+        *nearer, last = self.downstream
+        twice = activations(self.shape, len(rows_BT1)) > KEPT_ACTIVATIONS
+        for copy in nearer:
+            hidden_BTD = again_later(copy, hidden_BTD, sight) if twice else copy(hidden_BTD, sight)
+        hidden_BTD = last(hidden_BTD, sight)
+        far = cross_entropy(last.head(hidden_BTD), rows_BT1)
         return self.task.own_share * own + (1 - self.task.own_share) * far
+
+
+def activations(shape: Shape, rows: int) -> int:
+    """About how many bytes a block keeps for its backward pass over so many windows."""
+    return 4 * rows * shape.window * shape.layers * (8 * shape.width + 3 * shape.hidden)
+
+
+def again_later(copy: Block, hidden_BTD: Tensor, sight: Sight) -> Tensor:
+    """Through a frozen copy that keeps nothing and is gone through once more when gradients come.
+
+    The result is the same to the bit. It costs one forward pass, and a worker of a large block
+    then has two blocks' activations in memory at most, however far its loss is taken.
+    """
+    out: Tensor = checkpoint(copy, hidden_BTD, sight, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 @torch.no_grad()
