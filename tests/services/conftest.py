@@ -25,7 +25,7 @@ from blocktrain.wire.certificates import load_authority
 from blocktrain.wire.link import Link
 
 TINY = Run(
-    shape=Shape(blocks=2, layers=1, width=32, heads=2, window=32),
+    shape=Shape(blocks=2, layers=1, width=32, heads=2, window=32, grams=2, gram_rows=16),
     pace=Pace(rounds=3, local_steps=2, batch=4),
 )
 QUICK = Timing(grace=0.2, floor=1.0, first_allowance=20.0, lease=5.0)

@@ -96,7 +96,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(corpus: Corpus, tmp_path: Path) 
 
 def test_another_run_in_the_same_folder_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     lab(SMALL, corpus, tmp_path).train()
-    other = replace(SMALL, rates=Rates(matrix=0.01))
+    other = replace(SMALL, rates=Rates(matrix=0.03))
     with pytest.raises(BadConfig, match="other settings"):
         lab(other, corpus, tmp_path).train()
 
