@@ -1,8 +1,9 @@
 """Bytes -> vectors: one for each byte, and one for each run of 2 to N bytes that ends with it.
 
 A few layers learn slowly which letters make a word; a table of runs says it at once, for no matrix
-product (LOG.md, 2026-11-17: as good as twice the width). Runs are many, vectors few: a hash says
-which one a run has, others have it too, and runs of several lengths tell them apart.
+product (LOG.md, 2026-11-17: much in short runs; what many vectors do in long ones). Runs are
+many, vectors few: a hash says which one a run has, others have it too, and runs of several lengths
+tell them apart.
 
 Letters: B batch, T positions, R how far back a run reaches, D width.
 """
