@@ -149,7 +149,7 @@ def steady(book: Notebook, scale: Scale) -> Found:
 def lookahead(book: Notebook, scale: Scale) -> Found:
     """How far downstream the loss is taken, and what that costs."""
     sides = tuned(book, scale)
-    runs = [sized(changed(sides.blocks, lookahead=blocks), scale.trial) for blocks in (0, 1, 2)]
+    runs = [sized(changed(sides.blocks, lookahead=blocks), scale.trial) for blocks in (0, 1, 2, 3)]
     reference = sized(sides.reference, scale.trial)
     return Found(table=against(book, runs, reference, "lookahead", flops=True))
 
