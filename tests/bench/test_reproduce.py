@@ -289,7 +289,7 @@ def test_steps_are_done_side_by_side(text: Path, tmp_path: Path) -> None:
     row = next(row for row in ROWS if row.key == "lookahead")
     begun.clear()
     assert Measuring([row], scale, tmp_path, begin, cores=2).run() == {}
-    assert [cores for _, cores in begun] == [1, 1, 1, 1]
+    assert [cores for _, cores in begun] == [1, 1, 1, 1, 1]
     assert look(row, scale, tmp_path).found is not None
 
 
