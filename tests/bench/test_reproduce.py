@@ -44,7 +44,6 @@ TINY = replace(
     headline=SMALLEST,
     base=SMALLEST,
     budget=1280,
-    part=640,
     trial=640,
     grid=(0.005, 0.01),
     reference_steps=2,
@@ -156,10 +155,10 @@ def test_rounds_are_as_many_as_the_bytes_take() -> None:
 
 
 def test_a_step_is_a_real_command_done_once(text: Path, tmp_path: Path) -> None:
-    step = lab(sized(TINY.base, TINY.part), str(text))
+    step = lab(sized(TINY.base, TINY.trial), str(text))
     record = do(step, tmp_path)
     assert 2.0 < record.result["ce"] < 5.6
-    assert record.history[-1][0] == record.result["bytes_seen"] == TINY.part
+    assert record.history[-1][0] == record.result["bytes_seen"] == TINY.trial
     assert record.core_seconds == record.result["core_seconds"] > 0
     assert (tmp_path / step.name / "manifest.json").exists()
     assert Notebook(tmp_path).read(step) == [record]
@@ -420,7 +419,7 @@ def test_pictures_are_drawn_from_what_is_measured_only(tmp_path: Path) -> None:
         assert name in drawn(told(TINY, tmp_path, tmp_path))
     published(TINY, tmp_path, tmp_path / "docs")
     assert names() == {CURVES, CREWS, FRONTIER, STALENESS, CUTS}
-    published(replace(TINY, part=1, trial=1), tmp_path, tmp_path / "docs")
+    published(replace(TINY, trial=1), tmp_path, tmp_path / "docs")
     assert names() == set()  # other settings: nothing of this is measured
 
 
@@ -490,7 +489,7 @@ def test_readme_and_page_are_what_results_json_says() -> None:
 
 
 def test_a_readme_without_a_place_is_refused() -> None:
-    results = Results("full", "runs", "a text", 1, 1, 1, {}, {}, [])
+    results = Results("full", "runs", "a text", 1, 1, {}, {}, [])
     for text in ("", BEGIN, f"{END}\n{BEGIN}", BEGIN + BEGIN + END):
         with pytest.raises(BadInput, match=r"README.md needs one line"):
             with_section(text, results)

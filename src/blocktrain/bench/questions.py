@@ -157,7 +157,9 @@ def lookahead(book: Notebook, scale: Scale) -> Found:
 def own_share(book: Notebook, scale: Scale) -> Found:
     """How much of the loss is taken at the block's own head."""
     sides = tuned(book, scale)
-    runs = [sized(changed(sides.blocks, own_share=share), scale.trial) for share in (0.03, 0.1, 0.3)]
+    runs = [
+        sized(changed(sides.blocks, own_share=share), scale.trial) for share in (0.03, 0.1, 0.3)
+    ]
     return Found(table=against(book, runs, sized(sides.reference, scale.trial), "own_share"))
 
 
@@ -251,10 +253,10 @@ def cuts(book: Notebook, scale: Scale, *counts: int) -> tuple[list[Run], Run]:
     """One deep model cut into so many blocks, and whole."""
     sides = tuned(book, scale)
     runs = [
-        sized(changed(sides.blocks, blocks=count, layers=scale.depth // count), scale.part)
+        sized(changed(sides.blocks, blocks=count, layers=scale.depth // count), scale.trial)
         for count in counts
     ]
-    return runs, sized(changed(sides.reference, layers=scale.depth), scale.part)
+    return runs, sized(changed(sides.reference, layers=scale.depth), scale.trial)
 
 
 def denoise(book: Notebook, scale: Scale) -> Found:

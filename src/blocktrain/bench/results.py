@@ -64,7 +64,6 @@ class Results:
     folder: str
     text: str
     budget: int
-    part: int
     trial: int
     headline: dict[str, Any]
     base: dict[str, Any]
@@ -85,7 +84,7 @@ def collect(looks: Sequence[Look], scale: Scale, folder: Path, old: Results | No
         if before and before.settings == scale.digest and len(before.seeds) > len(now.seeds):
             now = before
         rows.append(now)
-    sizes = (scale.budget, scale.part, scale.trial)
+    sizes = (scale.budget, scale.trial)
     runs = (asdict(scale.headline), asdict(scale.base))
     return Results(scale.name, scale.folder, scale.text, *sizes, *runs, rows)
 

@@ -24,10 +24,8 @@ class Scale:
     """The same, not so large: what the tables are about."""
     budget: int
     """Bytes that each block sees, at least: the headline."""
-    part: int
-    """The same for the model that is cut into more and fewer blocks."""
     trial: int
-    """The same for all other tables."""
+    """The same for the tables."""
     grid: tuple[float, ...]
     """Muon's rates that both sides are tried with."""
     seeds: tuple[int, ...]
@@ -140,7 +138,6 @@ FULL = Scale(
     headline=changed(Run(), local_steps=20, grams=8, gram_rows=8192),
     base=changed(Run(), local_steps=20),
     budget=12_288_000,
-    part=4_096_000,
     trial=1_638_400,
     grid=(0.005, 0.01, 0.02),
     seeds=(0, 1, 2),
@@ -153,7 +150,6 @@ QUICK = Scale(
     headline=SMALL,
     base=SMALL,
     budget=163_840,  # rounds are whole, and growing ones end a little later: up to 7 % more bytes
-    part=81_920,
     trial=81_920,
     grid=(0.01,),
     seeds=(0,),
