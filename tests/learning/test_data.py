@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -270,31 +269,6 @@ def test_rounds_that_grow_read_the_same_text_in_the_same_order() -> None:
     for number, rows in enumerate(apart):
         (same,) = rows_of(counting(300), alike, Cursor(1, number + 1))
         assert (rows == same).all()
-
-
-@settings(deadline=None, max_examples=30)
-@given(total=st.integers(1, 40), starts=st.integers(1, 5), slots=st.integers(1, 3))
-def test_blocks_read_the_same_in_a_circle(total: int, starts: int, slots: int) -> None:
-    """Each begins at another place, and in the end all have read the same."""
-    plan = Plan(7, slots, Lengths(1), 2, 7, total, starts)
-
-    def read(block: int) -> list[list[list[int]]]:
-        cursors = [Cursor(slots - 1, number, block=block) for number in range(1, total + 1)]
-        return [
-            rows.tolist() for cursor in cursors for rows in rows_of(counting(300), plan, cursor)
-        ]
-
-    first = read(0)
-    plain = replace(plan, total=2**40, starts=1)
-    assert first == [
-        rows.tolist()
-        for number in range(1, total + 1)
-        for rows in rows_of(counting(300), plain, Cursor(slots - 1, number))
-    ]
-    for block in range(starts):
-        begin = block * total // starts
-        assert read(block) == first[begin:] + first[:begin]
-    assert read(starts) == first  # where all begin at one place, whatever the block
 
 
 def test_seeds_differ() -> None:

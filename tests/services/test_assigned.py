@@ -19,11 +19,11 @@ def charter(coordinate: Coordinate) -> Charter:
     return coordinate().keeper.charter
 
 
-def told(charter: Charter, section: str = "shape", **values: Any) -> Charter:
-    """The same charter with other settings in a section; None takes one away."""
+def told(charter: Charter, **shape: Any) -> Charter:
+    """The same charter with another shape in its settings; None takes a setting away."""
     table = json.loads(charter.learning)
-    kept = table[section] | values
-    table[section] = {name: value for name, value in kept.items() if value is not None}
+    kept = table["shape"] | shape
+    table["shape"] = {name: value for name, value in kept.items() if value is not None}
     return msgspec.structs.replace(charter, learning=json.dumps(table))
 
 
@@ -34,11 +34,6 @@ def test_settings_that_make_the_blocks_pass(charter: Charter) -> None:
 
 def test_a_charter_of_before_runs_had_vectors_is_of_single_bytes(charter: Charter) -> None:
     assert run_of(told(charter, grams=None, gram_rows=None)).shape.grams == 1
-
-
-def test_a_charter_of_before_blocks_read_apart_has_them_together(charter: Charter) -> None:
-    assert run_of(charter).pace.order == "apart"
-    assert run_of(told(charter, "pace", order=None)).pace.order == "together"
 
 
 @pytest.mark.parametrize(

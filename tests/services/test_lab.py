@@ -65,33 +65,11 @@ def test_a_run_is_a_function_of_its_settings(corpus: Corpus, tmp_path: Path) -> 
     assert not equal(one, other)
 
 
-def test_blocks_read_apart_or_together(corpus: Corpus, tmp_path: Path) -> None:
-    """The first block begins where all would; the others elsewhere in what the run reads."""
-    together = replace(SMALL, pace=replace(SMALL.pace, order="together"))
-    read = {}
-    for run in (SMALL, together):
-        here = lab(run, corpus, tmp_path)
-        for index in range(run.shape.blocks):
-            numbers = range(1, run.pace.rounds + 1)
-            rows = [rows for n in numbers for rows, _ in here.batches(index, 0, n)]
-            read[run.pace.order, index] = [each.tobytes() for each in rows]
-    assert read["apart", 0] == read["together", 0] == read["together", 1]
-    assert read["apart", 1] != read["apart", 0]
-    assert sorted(read["apart", 1]) == sorted(read["apart", 0])
-    _, one = lab(SMALL, corpus, tmp_path / "apart").train()
-    _, other = lab(together, corpus, tmp_path / "together").train()
-    assert not equal(one, other)
-    with pytest.raises(BadConfig, match="neither apart nor together"):
-        replace(SMALL.pace, order="elsewhere")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_is_upstream_may_be_computed_once_for_all(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
 ) -> None:
-    apart = replace(SMALL, pace=replace(SMALL.pace, replicas=replicas, rounds=2))
-    assert not lab(apart, corpus, tmp_path / "apart").shares_streams(1)  # nothing is common
-    run = replace(apart, pace=replace(apart.pace, order="together"))
+    run = replace(SMALL, pace=replace(SMALL.pace, replicas=replicas, rounds=2))
     assert lab(run, corpus, tmp_path / "shared").shares_streams(1)
     _, shared = lab(run, corpus, tmp_path / "shared").train()
     monkeypatch.setattr("blocktrain.services.lab.STREAMS_AT_ONCE", 0)
@@ -162,9 +140,9 @@ def test_replicas_share_one_round(corpus: Corpus, tmp_path: Path) -> None:
     here = lab(two, corpus, tmp_path)
     one = lab(SMALL, corpus, tmp_path)
     rows = [np.concatenate(pair) for pair in zip(*(
-        [rows for rows, _ in here.batches(0, slot, 1)] for slot in range(2)
+        [rows for rows, _ in here.batches(slot, 1)] for slot in range(2)
     ), strict=True)]  # fmt: skip
-    assert all(np.array_equal(a, b) for a, (b, _) in zip(rows, one.batches(0, 0, 1), strict=True))
+    assert all(np.array_equal(a, b) for a, (b, _) in zip(rows, one.batches(0, 1), strict=True))
     first = here.advance(here.beginning())
     assert set(first.optimisers) == {(block, slot) for block in range(3) for slot in range(2)}
     assert two.bytes_per_step == SMALL.bytes_per_step
