@@ -1,14 +1,12 @@
 """A corpus -> batches with cursors, the same on every machine.
 
-What a replica trains on follows from (seed, block, slot, round) and the plan alone. Windows are
-numbered through all epochs; row r of step s of a run's first block, in slot k, has the number
+What a replica trains on follows from (seed, slot, round) and the plan alone. Windows are numbered
+through all epochs; row r of step s of round n of slot k has the number
 
-    i = (s * slots + k) * batch + r
+    i = (((n - 1) * steps + s) * slots + k) * batch + r
 
 so that `slots` replicas with batch b see, step by step, what one replica with batch b * slots sees.
-An epoch is one pass over all windows without replacement. Block b of K reads the same in a circle,
-but begins b/K of the way round: blocks that learn from the same text at the same time, none knowing
-of the others, all correct the same mistake (LOG.md, 2026-11-17). In the end all have read the same.
+An epoch is one pass over all windows without replacement.
 
 Shapes: B rows of a batch, T window, so a row is T + 1 bytes: T to read and their T successors.
 """
@@ -18,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +26,6 @@ from blocktrain.errors import BadCorpus, BadInput
 from blocktrain.learning.fetch import SOURCES, fetch, nearest
 from blocktrain.lengths import Lengths
 from blocktrain.terms import Digest, Progress, silent
-
-ENDLESS = 2**40  # steps of a run that nobody has planned
 
 Text = NDArray[np.uint8]
 Rows = NDArray[np.int64]
@@ -66,29 +62,23 @@ class Plan:
     steps: Lengths
     batch: int
     window: int
-    total: int = ENDLESS
-    """Steps of the whole run."""
-    starts: int = 1
-    """Places at which blocks begin; 1: all read the same at the same time."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**64:
             raise BadInput(f"The seed is {self.seed}; choose one from 0 to 2**64 - 1.")
-        names = ("slots", "batch", "window", "total", "starts")
-        sizes = {name: getattr(self, name) for name in names} | {"steps": self.steps.full}
-        for name, size in sizes.items():
+        sizes = {"slots": self.slots, "batch": self.batch, "window": self.window}
+        for name, size in (sizes | {"steps": self.steps.full}).items():
             if size < 1:
                 raise BadInput(f"{name} is {size}; choose 1 or more.")
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next batch of a block's slot: rounds count from 1, steps within the round from 0."""
+    """The next batch of one slot: rounds count from 1, steps within the round from 0."""
 
     slot: int
     round: int
     step: int = 0
-    block: int = 0
 
 
 def open_corpus(name_or_path: str, progress: Progress = silent) -> Corpus:
@@ -152,9 +142,9 @@ def batches(data: Text, plan: Plan, cursor: Cursor) -> Iterator[tuple[Rows, Curs
 
 def _batches(data: Text, windows: int, plan: Plan, cursor: Cursor) -> Iterator[tuple[Rows, Cursor]]:
     ahead = np.arange(plan.window + 1)
-    before = plan.steps.before(cursor.round) + cursor.block * plan.total // plan.starts
+    before = plan.steps.before(cursor.round)
     for step in range(cursor.step, plan.steps.of(cursor.round)):
-        turn = (before + step) % plan.total
+        turn = before + step
         numbers_B = (turn * plan.slots + cursor.slot) * plan.batch + np.arange(plan.batch)
         epochs_B, places_B = np.divmod(numbers_B, windows)
         starts_B = np.empty_like(numbers_B)
@@ -163,7 +153,7 @@ def _batches(data: Text, windows: int, plan: Plan, cursor: Cursor) -> Iterator[t
             phase, order = _shuffled(plan.seed, epoch, windows, plan.window)
             starts_B[here] = phase + order[places_B[here]] * plan.window
         rows_BT = data[starts_B[:, None] + ahead].astype(np.int64)
-        yield rows_BT, replace(cursor, step=step + 1)
+        yield rows_BT, Cursor(cursor.slot, cursor.round, step + 1)
 
 
 @functools.lru_cache(maxsize=2)  # a batch may lie across two epochs

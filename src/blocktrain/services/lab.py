@@ -83,8 +83,7 @@ class Lab:
     slowed down tenfold by a busy neighbour."""
     hardship: Hardship = NONE
     sharing: bool = True
-    """Whether what is upstream is computed once for all blocks that read the same; workers cannot,
-    each is alone."""
+    """Whether what is upstream is computed once for all blocks; workers cannot, each is alone."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -125,7 +124,7 @@ class Lab:
             index, slot = at
             return train_locally(
                 Start(now.blocks[index].snapshot, copied(now.optimisers.get(at, {}))),
-                (rows for rows, _ in self.batches(index, slot, number)),
+                (rows for rows, _ in self.batches(slot, number)),
                 objective_for(index, self.run.recipe, neighbours, known.get(slot)),
                 self.work(index, slot, number),
                 self.device,
@@ -139,7 +138,7 @@ class Lab:
         with threads(self.threads), ThreadPoolExecutor(self.at_once) as pool:
             if self.shares_streams(number):
                 for slot in range(replicas):
-                    known[slot] = list(pool.map(stream, self.batches(0, slot, number)))
+                    known[slot] = list(pool.map(stream, self.batches(slot, number)))
             done = dict(zip(places, pool.map(replica, places), strict=True))
         blocks, residuals, late = [], {}, {}
         for index, standing in enumerate(now.blocks):
@@ -175,21 +174,18 @@ class Lab:
         body, lost = tensors.encode_with_residual(change, residual, codec)
         return tensors.decode(body, codec, tensors.shapes_of(change)), lost
 
-    def batches(
-        self, index: int, slot: int, number: int
-    ) -> Iterator[tuple[NDArray[np.int64], Cursor]]:
-        """The data of one block's slot in one round: what it has time for."""
-        pace, cursor = self.run.pace, Cursor(slot, number, block=index)
+    def batches(self, slot: int, number: int) -> Iterator[tuple[NDArray[np.int64], Cursor]]:
+        """The data of one slot in one round, the same for every block: what it has time for."""
+        pace = self.run.pace
         steps = self.hardship.steps(pace.steps.of(number), slot, pace.replicas)
-        return islice(batches(self.corpus.train, self.run.plan, cursor), steps)
+        return islice(batches(self.corpus.train, self.run.plan, Cursor(slot, number, 0)), steps)
 
     def shares_streams(self, number: int) -> bool:
         """Whether that is so in this round: memory allowing."""
         run = self.run
         numbers = run.pace.steps.of(number) * run.bytes_per_step * run.shape.width
         upstream = run.shape.blocks - 1 if run.shape.objective == "neighbours" else 0
-        together = self.sharing and run.pace.order == "together"
-        return together and 0 < 4 * numbers * upstream <= STREAMS_AT_ONCE
+        return self.sharing and 0 < 4 * numbers * upstream <= STREAMS_AT_ONCE
 
     def loader(self, index: int, steady: Parameters) -> Loader:
         """Opens a neighbour once per round, however many blocks and replicas look at it."""

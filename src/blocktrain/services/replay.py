@@ -105,9 +105,7 @@ class Replay:
             for block in watched(told.block, self.run.recipe)
         }
         where = torch.device("cpu")
-        rows = batches(
-            self.corpus.train, self.run.plan, Cursor(told.slot, told.round, block=told.block)
-        )
+        rows = batches(self.corpus.train, self.run.plan, Cursor(told.slot, told.round, 0))
         start = Start(
             self.snapshots[task.base],
             {name: value.clone() for name, value in memory.optimiser.items()},

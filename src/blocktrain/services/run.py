@@ -1,7 +1,6 @@
 """What a run is: every setting, in the sections of its config."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from blocktrain.aggregation.combine import Averaging
 from blocktrain.errors import BadConfig
@@ -30,8 +29,6 @@ class Pace:
     """Windows per step and replica."""
     micro: int = 2048
     """Positions computed at once; the rest of a batch follows."""
-    order: Literal["apart", "together"] = "apart"
-    """Whether blocks read the same text at different times or at the same time."""
     seed: int = 0
     """What is drawn at random follows from it."""
 
@@ -41,8 +38,6 @@ class Pace:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.first_steps < 0:
             raise BadConfig(f"first_steps is {self.first_steps}; it must be 0 or more.")
-        if self.order not in ("apart", "together"):
-            raise BadConfig(f"order '{self.order}' is neither apart nor together.")
         if self.seed < 0:
             raise BadConfig(f"seed is {self.seed}; it must be 0 or more.")
 
@@ -86,15 +81,7 @@ class Run:
     def plan(self) -> Plan:
         """What data each replica sees."""
         pace = self.pace
-        return Plan(
-            seed=pace.seed,
-            slots=pace.replicas,
-            steps=pace.steps,
-            batch=pace.batch,
-            window=self.shape.window,
-            total=pace.steps.before(pace.rounds + 1),
-            starts=self.shape.blocks if pace.order == "apart" else 1,
-        )
+        return Plan(pace.seed, pace.replicas, pace.steps, pace.batch, self.shape.window)
 
     @property
     def bytes_per_step(self) -> int:

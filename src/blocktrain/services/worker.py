@@ -209,8 +209,8 @@ class Worker:
         return loaders_of(paths, self.run, self.where)
 
     def batches(self, assignment: Assignment) -> Iterator[tuple[Rows, Cursor]]:
-        """The data of the assigned block, slot and round."""
-        cursor = Cursor(assignment.slot, assignment.round, block=assignment.block)
+        """The data of the assigned slot and round."""
+        cursor = Cursor(assignment.slot, assignment.round, 0)
         return batches(self.corpus.train, self.run.plan, cursor)
 
     # --- submitting -------------------------------------------------------------------------------
