@@ -26,7 +26,7 @@ from blocktrain.bench.reproduce import Measuring, adopt, chosen, keep, look, tog
 from blocktrain.bench.results import Results, read, result
 from blocktrain.bench.results_page import BEGIN, END, NOT_YET, publish, whole_page, with_section
 from blocktrain.bench.results_picture import CREWS, CURVES, CUTS, FRONTIER, STALENESS, drawn
-from blocktrain.bench.scales import FULL, QUICK, Scale, changed, sides, sized
+from blocktrain.bench.scales import FULL, QUICK, Scale, changed, sized
 from blocktrain.bench.steps import Doing, Missing, Notebook, Record, Step, flags_of, lab
 from blocktrain.cli import build
 from blocktrain.commands.reproduce import told
@@ -46,7 +46,6 @@ TINY = replace(
     budget=1280,
     trial=640,
     grid=(0.005, 0.01),
-    headline_grid=(0.02,),
     reference_steps=2,
     cut=0,
 )
@@ -193,7 +192,6 @@ def test_every_row_is_told_from_steps_done_once(tmp_path: Path) -> None:
         return carry_out(step)
 
     scale = replace(TINY, grid=(0.005, 0.01, 0.04), seeds=(0, 1), judged=True)
-    scale = replace(scale, headline_grid=(0.005, 0.04))
     assert measure(ROWS, scale, tmp_path, once) == {}
     assert len(done) == len(set(done))
     found = {row.key: look(row, scale, tmp_path).found for row in ROWS}
@@ -214,8 +212,6 @@ def test_every_row_is_told_from_steps_done_once(tmp_path: Path) -> None:
     assert all(f"matrix-{0.005 / 6**0.5}" in name for name in theirs)
     long = {name for name in done if name.startswith("lab") and "rounds-5-" not in name}
     long -= set(theirs)
-    worst = sides(scale, scale.headline, 0.005, 0.04)  # the headline's grid is of its own length
-    long -= {lab(sized(run, scale.budget)).name for run in (worst.blocks, worst.reference)}
     assert len(long) > 20
     assert all(("matrix-0.005" if "blocks-1-" in name else "matrix-0.04") in name for name in long)
     assert measure(ROWS, scale, tmp_path, once) == {}
@@ -423,7 +419,7 @@ def test_pictures_are_drawn_from_what_is_measured_only(tmp_path: Path) -> None:
         assert name in drawn(told(TINY, tmp_path, tmp_path))
     published(TINY, tmp_path, tmp_path / "docs")
     assert names() == {CURVES, CREWS, FRONTIER, STALENESS, CUTS}
-    published(replace(TINY, budget=1, trial=1), tmp_path, tmp_path / "docs")
+    published(replace(TINY, trial=1), tmp_path, tmp_path / "docs")
     assert names() == set()  # other settings: nothing of this is measured
 
 

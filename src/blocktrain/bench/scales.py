@@ -1,7 +1,6 @@
 """How large a reproduction is: the runs that every question starts from, and their bytes."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -28,9 +27,7 @@ class Scale:
     trial: int
     """The same for the tables."""
     grid: tuple[float, ...]
-    """Muon's rates that both sides of the tables are tried with."""
-    headline_grid: tuple[float, ...]
-    """The same for the headline, at its full length: what is best in short runs need not be."""
+    """Muon's rates that both sides are tried with."""
     seeds: tuple[int, ...]
     shared_batch: int = 12
     """Windows per step of all replicas of a block: 1, 2 and 6 of them have equal parts."""
@@ -91,12 +88,12 @@ def sized(run: Run, budget: float) -> Run:
 
 def tuned(book: Notebook, scale: Scale) -> Sides:
     """The tables' sides, each at its best rate."""
-    return best_sides(book, scale, scale.base, scale.trial, scale.grid)
+    return sides(scale, scale.base, *best_rates(book, scale))
 
 
 def headline(book: Notebook, scale: Scale) -> Sides:
-    """The headline's sides, each at its best rate."""
-    return best_sides(book, scale, scale.headline, scale.budget, scale.headline_grid)
+    """The headline's sides at the rates that are best for the tables': Muon's hold at any width."""
+    return sides(scale, scale.headline, *best_rates(book, scale))
 
 
 def sides(scale: Scale, blocks: Run, ours: float, theirs: float) -> Sides:
@@ -113,19 +110,19 @@ def sides(scale: Scale, blocks: Run, ours: float, theirs: float) -> Sides:
     )
 
 
-def best_sides(book: Notebook, scale: Scale, run: Run, budget: int, grid: Sequence[float]) -> Sides:
-    """Blocks at the rate of the grid that serves them best, the reference at the one best for it.
+def best_rates(book: Notebook, scale: Scale) -> tuple[float, float]:
+    """The rate of the grid that serves blocks best, and the one that serves the reference best.
 
-    By runs of this very length, of the first seed; what counts is CE of a sample of valid, so that
-    nothing is chosen by the split that is reported.
+    Cheaper runs than the headline's (`scale.trial`), the first seed; what counts is CE of a sample
+    of valid, so that nothing is chosen by the split that is reported.
     """
-    if len(grid) == 1:
-        return sides(scale, run, grid[0], grid[0])
-    tries = [sides(scale, run, rate, rate) for rate in grid]
-    ours = [sized(each.blocks, budget) for each in tries]
-    theirs = [sized(each.reference, budget) for each in tries]
+    if len(scale.grid) == 1:
+        return scale.grid[0], scale.grid[0]
+    tries = [sides(scale, scale.base, rate, rate) for rate in scale.grid]
+    ours = [sized(each.blocks, scale.trial) for each in tries]
+    theirs = [sized(each.reference, scale.trial) for each in tries]
     found = book.labs(*ours, *theirs)
-    return sides(scale, run, grid[best(found[: len(grid)])], grid[best(found[len(grid) :])])
+    return scale.grid[best(found[: len(ours)])], scale.grid[best(found[len(ours) :])]
 
 
 def best(records: list[Record]) -> int:
@@ -143,7 +140,6 @@ FULL = Scale(
     budget=12_288_000,
     trial=1_638_400,
     grid=(0.005, 0.01, 0.02),
-    headline_grid=(0.01, 0.02),
     seeds=(0, 1, 2),
 )
 
@@ -156,7 +152,6 @@ QUICK = Scale(
     budget=163_840,  # rounds are whole, and growing ones end a little later: up to 7 % more bytes
     trial=81_920,
     grid=(0.01,),
-    headline_grid=(0.01,),
     seeds=(0,),
     memory=("--width", "512", "--layers", "4", "--batch", "2", "--window", "64"),
     data=OUT + "text",
