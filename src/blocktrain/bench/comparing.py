@@ -31,10 +31,7 @@ def against(
 
     The reference averages its weights as each run does.
     """
-    aims = [
-        changed(reference, steady=run.averaging.steady, horizon=run.averaging.horizon)
-        for run in runs
-    ]
+    aims = [changed(reference, steady=run.averaging.steady) for run in runs]
     found = book.labs(*runs, *aims)
     table: Table = []
     for run, record, aim in zip(runs, found[: len(runs)], found[len(runs) :], strict=True):

@@ -22,7 +22,6 @@ from blocktrain.services.run import Run
 STRETCHES = (1.0, 1.1, 1.25)  # of the budget: how much longer blocks may take to the reference's CE
 DILOCO = {"outer_rate": 0.7, "outer_momentum": 0.9}  # its authors' outer optimiser
 WAN_ROUNDS = 24
-SNAPSHOTS = {"steady": 0.0, "horizon": 0.0}  # neighbours are as they were a round ago
 SALVAGED = Rules.discount  # what a coordinator takes a late update by
 HEADLINE = "denoise, chain from 0, mean of the blocks (headline)"
 
@@ -116,8 +115,7 @@ def staleness(book: Notebook, scale: Scale) -> Found:
     sides = tuned(book, scale)
     short = sides.blocks.pace.first_steps
     lengths = [(5, 0), (20, 0), (80, 0), (20, short), (80, short)]
-    fresh = {"local_steps": 1, "first_steps": 0, "codec": "fp32"} | SNAPSHOTS
-    runs = [changed(sides.blocks, **fresh)]
+    runs = [changed(sides.blocks, local_steps=1, first_steps=0, steady=0.0, codec="fp32")]
     runs += [changed(sides.blocks, local_steps=full, first_steps=first) for full, first in lengths]
     runs = [sized(run, scale.trial) for run in runs]
     reference = sized(sides.reference, scale.trial)
@@ -139,16 +137,13 @@ def gap_h80(book: Notebook, scale: Scale) -> Found:
 
 
 def steady(book: Notebook, scale: Scale) -> Found:
-    """How fast neighbours follow snapshots (steady 0, horizon 0: at once), a damped outer step, a
-    long warm-up."""
+    """How fast neighbours follow snapshots (0: at once), a damped outer step, a long warm-up."""
     sides = tuned(book, scale)
-    runs = [changed(sides.blocks, **SNAPSHOTS)]
-    runs += [changed(sides.blocks, horizon=share) for share in (0.0, 0.1, 0.2, 0.4)]
+    runs = [changed(sides.blocks, steady=kept) for kept in (0.0, 0.5, 0.7, 0.9)]
     runs += [changed(sides.blocks, outer_rate=0.7), changed(sides.blocks, warmup=0.1)]
     runs = [sized(run, scale.trial) for run in runs]
     reference = sized(sides.reference, scale.trial)
-    settings = ("steady", "horizon", "outer_rate", "warmup")
-    return Found(table=against(book, runs, reference, *settings))
+    return Found(table=against(book, runs, reference, "steady", "outer_rate", "warmup"))
 
 
 def lookahead(book: Notebook, scale: Scale) -> Found:
