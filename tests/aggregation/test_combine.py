@@ -25,7 +25,6 @@ from blocktrain.aggregation.combine import (
     refusal,
 )
 from blocktrain.errors import BadConfig, BadTensors
-from blocktrain.lengths import Lengths
 from blocktrain.terms import Array, Parameters
 from blocktrain.wire.codecs import AT_ONCE, CODECS
 from blocktrain.wire.tensors import Body, Writer, encode, order, shapes_of
@@ -186,8 +185,6 @@ def test_steady_comes_to_rest_where_snapshots_do() -> None:
         {"steady": 1.0},
         {"steady": -0.1},
         {"outer_momentum": 1.0},
-        {"horizon": -0.1},
-        {"horizon": 1.1},
         {"outer_rate": 0.0},
         {"outer_rate": 2.1},
         {"outer_rate": float("nan")},
@@ -201,25 +198,6 @@ def test_averaging_that_cannot_be(
     with pytest.raises(BadConfig) as caught:
         Averaging(**wrong)
     assert next(iter(wrong)) in sentence(caught.value)
-
-
-def test_steady_blocks_look_further_back_until_half_of_the_run_is_over() -> None:
-    steps = Lengths(20)
-    averaging = Averaging(steady=0.7, horizon=0.2)
-    kept = [averaging.at(number, 301, steps).steady for number in range(1, 302)]
-    assert kept[0] == kept[-1] == 0.7  # nothing is before, or left
-    assert kept[99] == pytest.approx(20 / 21)  # a fifth of 100 rounds back
-    assert kept[200] == pytest.approx(20 / 21)  # of 100 that are left
-    assert kept[:150] == sorted(kept[:150])
-    assert kept[150:] == sorted(kept[150:], reverse=True)
-    plain = replace(averaging, horizon=0.0)
-    assert {plain.at(number, 301, steps) for number in range(1, 302)} == {plain}
-
-
-def test_rounds_that_grow_have_a_horizon_in_steps() -> None:
-    grown = Averaging(steady=0.0, horizon=0.2).at(150, 400, Lengths(20, first=2))
-    steps = Lengths(20, first=2).before(151)
-    assert grown.steady / (1 - grown.steady) == pytest.approx(0.2 * steps / 20)
 
 
 # --- factors ------------------------------------------------------------------------------------

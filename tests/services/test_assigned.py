@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from blocktrain.aggregation.charter import Charter, decode, encode
+from blocktrain.aggregation.charter import Charter
 from blocktrain.errors import BadInput
 from blocktrain.services.assigned import refuse_other_blocks, run_of
 
@@ -34,17 +34,6 @@ def test_settings_that_make_the_blocks_pass(charter: Charter) -> None:
 
 def test_a_charter_of_before_runs_had_vectors_is_of_single_bytes(charter: Charter) -> None:
     assert run_of(told(charter, grams=None, gram_rows=None)).shape.grams == 1
-
-
-def test_a_charter_of_before_steady_had_a_horizon_has_none(charter: Charter) -> None:
-    table = json.loads(encode(charter))
-    learning = json.loads(table["learning"])
-    assert table["averaging"].pop("horizon") == learning["averaging"].pop("horizon") > 0
-    old = decode(json.dumps(table | {"learning": json.dumps(learning)}))
-    assert old.averaging == run_of(old).averaging
-    assert old.averaging.horizon == 0
-    assert old.averaging_in(2) == old.averaging
-    assert decode(encode(charter)) == charter
 
 
 @pytest.mark.parametrize(

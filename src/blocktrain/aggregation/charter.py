@@ -1,7 +1,6 @@
 """What everyone in a run agrees on. `blocktrain init` writes it; its digest names the run."""
 
 import hashlib
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -52,10 +51,6 @@ class Charter(Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of a snapshot or a steady copy."""
         return largest("fp32", self.blocks[block])
 
-    def averaging_in(self, round: int) -> Averaging:
-        """How updates become a snapshot in this round, and snapshots a steady block."""
-        return self.averaging.at(round, self.rules.rounds, self.rules.steps)
-
     def bytes_before(self, round: int) -> int:
         """Bytes that a block is planned to have seen when this round opens.
 
@@ -78,10 +73,7 @@ def run_id(body: bytes) -> Digest:
 def decode(body: bytes | str) -> Charter:
     """A charter from anybody, or a sentence that says what is wrong with it."""
     try:
-        table = msgspec.json.decode(body, type=dict[str, Any])
-        if isinstance(averaging := table.get("averaging"), dict):  # one without it is older
-            table["averaging"] = {"horizon": 0.0} | averaging
-        charter = msgspec.convert(table, Charter)
+        charter = msgspec.json.decode(body, type=Charter)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(f"The run's charter is not understood ({error}); upgrade.") from None
     count = charter.rules.blocks

@@ -14,12 +14,11 @@ of it is elementwise float32, in the order in which it is written here.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from blocktrain.errors import BadConfig, BadTensors
-from blocktrain.lengths import Lengths
 from blocktrain.terms import Array, Parameters
 from blocktrain.wire.codecs import AT_ONCE, CODECS, Dimensions, Raw, cached
 from blocktrain.wire.tensors import Body, Shapes, encoded, order, shapes_of
@@ -41,9 +40,7 @@ class Averaging:
     """How updates become a snapshot, and snapshots a steady block."""
 
     steady: float = 0.7
-    """Part of the steady block kept in each round, at least; the rest is the new snapshot."""
-    horizon: float = 0.2
-    """How far back it looks: so much of the steps so far, or of those left if they are fewer."""
+    """Part of the steady block kept in each round; the rest is the new snapshot."""
     outer_rate: float = 1.0
     """Part of the mean update that is applied (DiLoCo's outer learning rate)."""
     outer_momentum: float = 0.0
@@ -53,21 +50,8 @@ class Averaging:
         for name in ("steady", "outer_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be from 0 to below 1.")
-        if not 0 <= self.horizon <= 1:
-            raise BadConfig(f"horizon is {self.horizon}; it must be from 0 to 1.")
         if not 0 < self.outer_rate <= 2:
             raise BadConfig(f"outer_rate is {self.outer_rate}; it must be above 0 and at most 2.")
-
-    def at(self, round: int, rounds: int, steps: Lengths) -> "Averaging":
-        """What holds in one round of a run.
-
-        Steps have one size for half of a run while what is left to learn becomes less, so steady
-        blocks must average over more and more of them; in the end, when steps become small, over
-        fewer (LOG.md, 2026-11-17). A part k that is kept looks k / (1 - k) rounds back.
-        """
-        before, total = steps.before(round + 1), steps.before(rounds + 1)
-        back = self.horizon * min(before, total - before) / steps.of(round)
-        return replace(self, steady=max(self.steady, back / (1 + back)))
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,7 @@ class Maker:
             reader(before.momentum),
             reader(before.residual),
         )
-        averaging = self.charter.averaging_in(effect.round)
-        pieces = combined(shapes, standing, parts, averaging, codec)
+        pieces = combined(shapes, standing, parts, self.charter.averaging, codec)
         return pour(self.store, shapes, pieces, codec)
 
     def _manifest(self, effect: Combine, taken: list[Receipt], made: Digests) -> Digest:

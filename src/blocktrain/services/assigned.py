@@ -27,8 +27,6 @@ def run_of(charter: Charter) -> Run:
         raise BadInput(f"The run's settings are not understood ({error}); upgrade.") from None
     if isinstance(shape := table.get("shape", {}), dict):  # a charter without grams is older
         table["shape"] = {"grams": 1} | shape
-    if isinstance(averaging := table.get("averaging", {}), dict):  # without it, too
-        table["averaging"] = {"horizon": 0.0} | averaging
     run = config.fill(Run, table, where="the run's charter")
     # The rules decide how long rounds are, also in charters from before rounds could grow.
     return replace(run, pace=replace(run.pace, first_steps=charter.rules.first_steps))

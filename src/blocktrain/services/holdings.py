@@ -126,7 +126,7 @@ class Holdings:
             self.read(before, "snapshot"),
             self.read(before, "steady"),
             delta.read,
-            self.charter.averaging_in(version.round),
+            self.charter.averaging,
         )
         bodies = [tensors.encode(values, "fp32") for values in (snapshot, steady)]
         kept = self.keep(version, *bodies)

@@ -140,7 +140,6 @@ class Lab:
                 for slot in range(replicas):
                     known[slot] = list(pool.map(stream, self.batches(slot, number)))
             done = dict(zip(places, pool.map(replica, places), strict=True))
-        averaging = self.run.averaging.at(number, self.run.pace.rounds, self.run.pace.steps)
         blocks, residuals, late = [], {}, {}
         for index, standing in enumerate(now.blocks):
             parts = []
@@ -155,7 +154,7 @@ class Lab:
                     late[at] = (change, update.bytes_trained)
                 else:
                     parts.append(Part(change.__getitem__, update.bytes_trained))
-            blocks.append(combine(standing, parts, averaging, self.run.exchange.codec))
+            blocks.append(combine(standing, parts, self.run.averaging, self.run.exchange.codec))
         return Standings(
             blocks,
             {at: optimiser for at, (_, optimiser) in done.items()},

@@ -87,7 +87,7 @@ class Replay:
         """One round of one block: its updates, in the order they were added, and its snapshot."""
         receipts = sorted(r.combined(version.block, version.round), key=in_order(version.round))
         parts = [self.update(r, receipt, version.round) for receipt in receipts]
-        averaging, codec = self.charter.averaging_in(version.round), self.charter.codec
+        averaging, codec = self.charter.averaging, self.charter.codec
         self.kept[version.block] = combine(self.kept[version.block], parts, averaging, codec)
         name = f"block {version.block + 1}, round {version.round}"
         if self.keep(self.kept[version.block], name, version.snapshot) != version.steady:
