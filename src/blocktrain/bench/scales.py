@@ -139,7 +139,7 @@ FULL = Scale(
     base=changed(Run(), local_steps=20),
     budget=12_288_000,
     trial=1_638_400,
-    grid=(0.01, 0.02),
+    grid=(0.005, 0.01, 0.02),
     seeds=(0, 1, 2),
 )
 
