@@ -132,14 +132,15 @@ def test_streams_computed_once_are_what_each_block_would_find(alive: MakeModel, 
 def test_going_through_copies_twice_changes_no_bit(
     alive: MakeModel, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
-    """The furthest copy keeps its activations: its backward comes first."""
+    """Layer by layer, the furthest first; the own block keeps its activations."""
     recipe = replace(RECIPE, task=Task(lookahead=2))
     passes: list[int] = []
 
     def once() -> tuple[Tensor, list[Tensor]]:
         model = alive(SHAPE)
         for number, block in enumerate(model.blocks):
-            block.register_forward_pre_hook(lambda *_, number=number: passes.append(number))
+            for layer in block.layers:
+                layer.register_forward_pre_hook(lambda *_, number=number: passes.append(number))
         goal = objective_for(index, recipe, loaders(model))
         block = model.blocks[index].requires_grad_(True)
         ((batch, features),) = goal.prepare(iter([rows(3)]), micro=3)
@@ -149,10 +150,11 @@ def test_going_through_copies_twice_changes_no_bit(
         return loss.detach(), [p.grad for p in block.parameters() if p.grad is not None]
 
     kept_loss, kept = once()
-    assert passes == [index, *range(index + 1, min(index + 3, 4))]
+    seen = [number for number in range(index, min(index + 3, 4)) for _ in range(SHAPE.layers)]
+    assert passes == seen
     monkeypatch.setattr(module, "KEPT_ACTIVATIONS", 0)
     twice_loss, twice = once()
-    assert passes[len(range(index, min(index + 3, 4))) :] == ([index + 1] if index < 2 else [])
+    assert passes == seen + seen[: SHAPE.layers - 1 : -1]
     assert torch.equal(kept_loss, twice_loss)
     assert len(kept) == len(twice) > 0
     assert all(map(torch.equal, kept, twice))

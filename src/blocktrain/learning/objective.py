@@ -168,12 +168,10 @@ class Neighbours:
         own = cross_entropy(block.head(hidden_BTD), rows_BT1)
         if not self.downstream:
             return own
-        *nearer, last = self.downstream
         twice = activations(self.shape, len(rows_BT1)) > KEPT_ACTIVATIONS
-        for copy in nearer:
+        for copy in self.downstream:
             hidden_BTD = again_later(copy, hidden_BTD, sight) if twice else copy(hidden_BTD, sight)
-        hidden_BTD = last(hidden_BTD, sight)
-        far = cross_entropy(last.head(hidden_BTD), rows_BT1)
+        far = cross_entropy(self.downstream[-1].head(hidden_BTD), rows_BT1)
         return self.task.own_share * own + (1 - self.task.own_share) * far
 
 
@@ -183,13 +181,16 @@ def activations(shape: Shape, rows: int) -> int:
 
 
 def again_later(copy: Block, hidden_BTD: Tensor, sight: Sight) -> Tensor:
-    """Through a frozen copy that keeps nothing and is gone through once more when gradients come.
+    """Through a frozen copy, whose layers are each gone through once more when gradients come.
 
     The result is the same to the bit. It costs one forward pass, and a worker of a large block
-    then has two blocks' activations in memory at most, however far its loss is taken.
+    then has its own activations and those of one layer in memory, however far its loss is taken.
     """
-    out: Tensor = checkpoint(copy, hidden_BTD, sight, use_reentrant=False, preserve_rng_state=False)
-    return out
+    for layer in copy.layers:
+        hidden_BTD = checkpoint(
+            layer, hidden_BTD, sight, use_reentrant=False, preserve_rng_state=False
+        )
+    return hidden_BTD
 
 
 @torch.no_grad()
