@@ -155,7 +155,8 @@ def lookahead(book: Notebook, scale: Scale) -> Found:
 
 
 def own_share(book: Notebook, scale: Scale) -> Found:
-    """How much of the loss is taken at the block's own head."""
+    """How much of the loss is taken at the block's own head; with none of it nobody would train
+    heads that others look through."""
     sides = tuned(book, scale)
     runs = [
         sized(changed(sides.blocks, own_share=share), scale.trial) for share in (0.03, 0.1, 0.3)
