@@ -25,7 +25,7 @@ proofs: $(VENV)/.ready-dev  ## the numbers of issue size: compute, memory, learn
 	$(BIN)/pytest proofs --timeout 7200 -rP
 
 three-hosts: $(VENV)/.ready  ## train across three hosts with a WAN between them; needs root
-	$(BIN)/blocktrain bench three-hosts --out runs/three-hosts --rounds 24 --first-steps 0
+	$(BIN)/blocktrain bench three-hosts --out runs/three-hosts --rounds 24 --first-steps 0 --grams 4 --gram-rows 1024
 
 format: $(VENV)/.ready-dev  ## let ruff do what it can
 	$(BIN)/ruff check --fix .

@@ -330,6 +330,16 @@ def test_z_is_the_next_bytes_code_and_noise_of_size_sigma() -> None:
     assert float(noise.std()) == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_share_of_the_samples_gets_no_code(share: float) -> None:
+    batch = rows(400)
+    seen = shown(denoise_goal(masked_share=0.0, empty_share=share), batch)
+    told = shown(denoise_goal(masked_share=0.0), batch)
+    empty = (seen.z == 0).flatten(1).all(1)
+    assert float(empty.float().mean()) == pytest.approx(share, abs=0.07)
+    assert torch.equal(seen.z[~empty], told.z[~empty])  # the others get what they always got
+
+
 def test_a_target_changes_the_code_at_its_own_position_only() -> None:
     goal, batch = denoise_goal(masked_share=0.0), rows(3)
     for t in (0, 5, 11):
@@ -502,6 +512,7 @@ def test_spans_lie_within_the_row_and_reach_every_length(
         {"own_share": 1.1},
         {"own_share": float("nan")},
         {"masked_share": -0.1},
+        {"empty_share": 2.0},
         {"span": 1},
     ],
     ids=str,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.bench.comparing import Found, Table, against, curve, less, mb, moving, reached
 from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
-from blocktrain.bench.scales import Scale, best, changed, headline, sized, tuned
+from blocktrain.bench.scales import Scale, alike, best, changed, headline, sized, tuned
 from blocktrain.bench.steps import Notebook, Record, bench, lab, three_hosts
 from blocktrain.bench.three_hosts import PAPER_CE
 from blocktrain.services.hardship import NONE, Hardship
@@ -21,8 +21,11 @@ from blocktrain.services.run import Run
 
 STRETCHES = (1.0, 1.1, 1.25)  # of the budget: how much longer blocks may take to the reference's CE
 DILOCO = {"outer_rate": 0.7, "outer_momentum": 0.9}  # its authors' outer optimiser
-WAN_ROUNDS = 24
+WAN = {"rounds": 24, "first_steps": 0, "grams": 4, "gram_rows": 1024}
+"""Where bytes count: no short rounds, and few vectors for runs of bytes."""
+MANY_GRAMS = (8, 8192)  # the longest run, and vectors of each length
 SALVAGED = Rules.discount  # what a coordinator takes a late update by
+EMPTY = (0.5, 1.0)  # shares of the samples that are as the honest readout is; all: no denoising
 HEADLINE = "denoise, chain from 0, mean of the blocks (headline)"
 
 
@@ -92,7 +95,7 @@ def flops_ratio(book: Notebook, scale: Scale) -> Found:
 
 def wan_bytes(book: Notebook, scale: Scale) -> Found:
     """Bytes at the workers' sockets until CE of a sample was 1.811."""
-    [found] = book.read(three_hosts(changed(scale.base, first_steps=0, rounds=WAN_ROUNDS)))
+    [found] = book.read(three_hosts(changed(scale.base, **WAN)))
     moved = found.result[f"bytes_moved_to_{PAPER_CE}"]
     note = f"CE {found.result['ce']:.3f} in the end, {found.result['bytes_moved'] / 1e6:.1f} MB"
     return Found([] if moved is None else [moved], note=note)
@@ -165,18 +168,19 @@ def own_share(book: Notebook, scale: Scale) -> Found:
 
 
 def grams(book: Notebook, scale: Scale) -> Found:
-    """Vectors for runs of bytes: none, as many as the tables' model has, and as the headline's."""
-    sides = tuned(book, scale)
-    few, many = scale.base.shape, scale.headline.shape
+    """Vectors for runs of bytes: none, as many as the tables' model has, and far more. Both sides
+    are at the reference's rate: the blocks' own is for the second line."""
+    sides, few = alike(book, scale), scale.base.shape
     table: Table = []
-    for longest, vectors in ((1, 1), (few.grams, few.gram_rows), (many.grams, many.gram_rows)):
+    for longest, vectors in ((1, few.gram_rows), (few.grams, few.gram_rows), MANY_GRAMS):
         run, reference = (
             sized(changed(side, grams=longest, gram_rows=vectors), scale.trial)
             for side in (sides.blocks, sides.reference)
         )
         table += against(book, [run], reference, "grams", "gram_rows")
         table[-1]["MB moved a round"] = moved_per_round(run) / 1e6
-    return Found(table=table, note="grams 1: single bytes only")
+    rate = f"Muon's rate is {sides.blocks.rates.matrix:g} in all"
+    return Found(table=table, note=f"grams 1: single bytes only; {rate}")
 
 
 # --- 4, replicas, and what they move -------------------------------------------------------------
@@ -268,10 +272,11 @@ def denoise(book: Notebook, scale: Scale) -> Found:
     tries = [sized(changed(alone, matrix=rate), scale.trial) for rate in scale.grid]
     noisy = tries[best(book.labs(*tries))]
     runs = [sized(run, scale.trial) for run in (sides.reference, sides.shallow, sides.blocks)]
-    runs.append(noisy)
+    runs += [noisy, *(changed(noisy, empty_share=share) for share in EMPTY)]
     found = book.labs(*runs)
-    readouts = book.of_model("evaluate", runs[-1], "--readouts")
-    names = ("end to end, all layers", "end to end, one block's layers", "neighbours", HEADLINE)
+    readouts = book.of_model("evaluate", noisy, "--readouts")
+    names = ["end to end, all layers", "end to end, one block's layers", "neighbours", HEADLINE]
+    names += [f"the same, {share:.0%} of the samples without a noisy code" for share in EMPTY]
     table: Table = [
         {"readout": name, "ce": each.result["ce"], "gap": less(each, found[0])}
         for name, each in zip(names, found, strict=True)

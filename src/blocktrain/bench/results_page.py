@@ -43,10 +43,11 @@ def introduction(results: Results) -> str:
         f"Made by `{again}` from results.json; do not edit. CE in nats per byte over every byte of "
         f"{results.text}, honest readout. Every reference is trained end to end on the "
         "same bytes in the same order, with the same optimiser and averaging; Muon's rate of each "
-        "side is the best of one grid, by CE of a sample of the valid split, in shorter runs "
+        "side is the best of one grid, by CE of a sample of the valid split, in runs "
         f"of {results.trial / 1e6:g} MB with the tables' model. "
-        "In `ce`, `gap`, `gap_h80`, `flops_ratio` and "
-        f"`composition` the model has {shape(results.headline)}, elsewhere "
+        "In `ce`, `gap`, `gap_h80`, `flops_ratio` and `composition` both sides have the rate of a "
+        "grid that is best for the reference, in runs as short and as wide as the tables'; there "
+        f"the model has {shape(results.headline)}, elsewhere "
         f"{shape(results.base)} if a table does not say otherwise. In the former "
         f"each block sees at least {results.budget / 1e6:g} MB, elsewhere "
         f"{results.trial / 1e6:g} MB. "
@@ -61,9 +62,10 @@ def shape(run: dict[str, Any]) -> str:
     """A run's model in words."""
     told = run["shape"]
     layers = "one layer" if told["layers"] == 1 else f"{told['layers']} layers"
-    runs = f"{told['grams'] - 1} x {told['gram_rows']:,} vectors for runs of bytes"
+    kinds = told["grams"] - 1
+    runs = f"{kinds} x {told['gram_rows']:,} vectors" if kinds else "no vectors"
     cut = f"{told['blocks']} blocks of {layers}, width {told['width']}, window {told['window']}"
-    return f"{cut}, {runs}"
+    return f"{cut}, {runs} for runs of bytes"
 
 
 def section(results: Results) -> str:

@@ -50,11 +50,13 @@ class Task:
     """Share of the samples with a masked span (denoise)."""
     span: int = 64
     """Longest masked span (denoise)."""
+    empty_share: float = 0.0
+    """Share of the samples that get no noisy code, as the honest readout begins (denoise)."""
 
     def __post_init__(self) -> None:
         if self.lookahead < 0:
             raise BadConfig(f"lookahead is {self.lookahead}; it must be 0 or more.")
-        for name in ("own_share", "masked_share"):
+        for name in ("own_share", "masked_share", "empty_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be from 0 to 1.")
         if self.span < 2:
@@ -244,6 +246,8 @@ class Denoise:
         z_BTM = code.to(rows_BT1.device)[targets_BT] + sigma_B[:, None, None] * noise
         spans = draw_spans(len(rows_BT1), tokens_BT.shape[1], self.task, random)
         shown_BT = draw_shown(spans, tokens_BT.shape[1], random).to(rows_BT1.device)
+        told_B = torch.rand(len(rows_BT1), generator=random) >= self.task.empty_share
+        z_BTM *= told_B[:, None, None].to(rows_BT1.device)
         sight = causal_sight_of(self.shape, tokens_BT)
         tokens_BT, sight = mask_spans(tokens_BT, spans, sight, shown_BT)
         logits = denoise(block, self.noise, tokens_BT, z_BTM, sigma_B, sight)
