@@ -250,7 +250,8 @@ def test_one_config_file_serves_init_too_with_its_timing(
     assert "did you mean 'grace'" in refused.stderr
 
 
-def test_ctrl_c_keeps_what_was_done(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl+C", "shutdown"])
+def test_a_stop_keeps_what_was_done(told: signal.Signals, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = [sys.executable, "-m", "blocktrain", "lab", "--blocks", "2", "--width", "32"]
     asked += ["--heads", "2", "--window", "32", "--rounds", "500", "--local-steps", "1"]
@@ -258,7 +259,7 @@ def test_ctrl_c_keeps_what_was_done(text: Path, tmp_path: Path) -> None:
     child = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     assert "round    50" in child.stderr.readline()
-    child.send_signal(signal.SIGINT)
+    child.send_signal(told)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "same command" in said

@@ -245,8 +245,9 @@ class Doing:
         )
 
     def stop(self) -> None:
-        """Lets it save what it has, as after Ctrl+C, and waits for it."""
-        self.child.send_signal(signal.SIGINT)
+        """Lets it save what it has, and waits for it. What a shell started in the background is
+        deaf to Ctrl+C."""
+        self.child.send_signal(signal.SIGTERM)
         with self.answer:
             try:
                 self.child.wait(LAST_WORDS)

@@ -1,6 +1,7 @@
 """blocktrain lab"""
 
 import os
+import signal
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,6 +105,7 @@ def lab(
         The ledger of a network's run: do its recorded work again, and compare every digest.
     """
     at_once = place.at_once or max(1, (os.cpu_count() or 1) // place.threads)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it saves, as after Ctrl+C
     with bar(f"opening {place.data}") as progress:
         corpus = open_corpus(place.data, progress)
     if replay is not None:

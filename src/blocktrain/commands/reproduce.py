@@ -1,5 +1,6 @@
 """blocktrain reproduce"""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def reproduce(
     if known is not None:
         adopt(known, folder)
     if not report_only:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # children are told to stop too
         with bars("steps", "rounds of these steps") as (steps, rounds):
             measuring = Measuring(wanted, scale, folder, say=output.say, steps=steps, rounds=rounds)
             failed = measuring.run()
