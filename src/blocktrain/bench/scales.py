@@ -151,7 +151,7 @@ FULL = Scale(
     name="full",
     folder="runs/reproduce",
     # Vectors for runs of bytes pay in short runs. In long ones blocks stay behind end to end with
-    # them, and pass it without (LOG.md, 2026-11-17 and 18).
+    # them, and pass it without. Chosen when test CE of both was known (LOG.md, 2026-11-18).
     headline=changed(Run(), local_steps=20, width=256, heads=4, grams=1),
     base=changed(Run(), local_steps=20),
     budget=12_288_000,
