@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.bench.comparing import Found, Table, against, curve, less, mb, moving, reached
 from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
-from blocktrain.bench.scales import Scale, alike, best, changed, headline, sized, tuned
+from blocktrain.bench.scales import Scale, alike, best, changed, headline, narrow, sized, tuned
 from blocktrain.bench.steps import Notebook, Record, bench, lab, three_hosts
 from blocktrain.bench.three_hosts import PAPER_CE
 from blocktrain.services.hardship import NONE, Hardship
@@ -251,21 +251,21 @@ def blocks(book: Notebook, scale: Scale) -> Found:
 
 def gap_k8(book: Notebook, scale: Scale) -> Found:
     """One line of the table about blocks, for which the others need not be there. What one layer
-    comes to without any blocks stands beside it: in short runs depth may hardly pay."""
+    comes to without any blocks stands beside it: what depth is worth."""
     [run], reference = cuts(book, scale, 8)
-    shallow = sized(tuned(book, scale).shallow, scale.trial)
+    shallow = sized(narrow(book, scale).shallow, scale.deep)
     ours, theirs, one = book.labs(run, reference, shallow)
     return Found([less(ours, theirs)], note=f"one layer end to end: {less(one, theirs):.3f}")
 
 
 def cuts(book: Notebook, scale: Scale, *counts: int) -> tuple[list[Run], Run]:
     """One deep model cut into so many blocks, and whole."""
-    sides = tuned(book, scale)
+    sides = narrow(book, scale)
     runs = [
-        sized(changed(sides.blocks, blocks=count, layers=scale.depth // count), scale.trial)
+        sized(changed(sides.blocks, blocks=count, layers=scale.depth // count), scale.deep)
         for count in counts
     ]
-    return runs, sized(changed(sides.reference, layers=scale.depth), scale.trial)
+    return runs, sized(changed(sides.reference, layers=scale.depth), scale.deep)
 
 
 def denoise(book: Notebook, scale: Scale) -> Found:

@@ -65,6 +65,7 @@ class Results:
     text: str
     budget: int
     trial: int
+    deep: int
     headline: dict[str, Any]
     base: dict[str, Any]
     rows: list[Result]
@@ -84,7 +85,7 @@ def collect(looks: Sequence[Look], scale: Scale, folder: Path, old: Results | No
         if before and before.settings == scale.digest and len(before.seeds) > len(now.seeds):
             now = before
         rows.append(now)
-    sizes = (scale.budget, scale.trial)
+    sizes = (scale.budget, scale.trial, scale.deep)
     runs = (asdict(scale.headline), asdict(scale.base))
     return Results(scale.name, scale.folder, scale.text, *sizes, *runs, rows)
 

@@ -50,7 +50,8 @@ def introduction(results: Results) -> str:
         f"the model has {shape(results.headline)}, elsewhere "
         f"{shape(results.base)} if a table does not say otherwise. In the former "
         f"each block sees at least {results.budget / 1e6:g} MB, elsewhere "
-        f"{results.trial / 1e6:g} MB. "
+        f"{results.trial / 1e6:g} MB. `gap_k8` and `blocks` have the former's vectors and rate, "
+        f"the latter's width, and {results.deep / 1e6:g} MB. "
         "A value is the mean over its seeds, its spread the highest less the lowest. References "
         "have rounds of the usual length, and average their weights as the run they are compared "
         "with. Rounds are whole, so bytes may differ a little: tables tell them. What was tried "
@@ -75,9 +76,9 @@ def section(results: Results) -> str:
         parts.append(f"![CE against bytes seen](docs/{results_picture.CURVES})")
     parts.append(
         f"CE in nats per byte, {results.budget / 1e6:g} MB seen by each block in the first three "
-        f"and `flops_ratio`, {results.trial / 1e6:g} MB in `six_workers_extra` and `gap_k8`; "
-        f"there are {shape(results.headline)} in the former "
-        f"and {shape(results.base)} in `six_workers_extra`. "
+        f"and `flops_ratio`, where there are {shape(results.headline)}; "
+        f"{results.trial / 1e6:g} MB in `six_workers_extra`, with {shape(results.base)}; "
+        f"{results.deep / 1e6:g} MB in `gap_k8`, with the former's vectors and the latter's width. "
         "[docs/results.md](docs/results.md) has every table, command, seed and hour, "
         "`docs/records` what each command came to "
         "(`blocktrain reproduce --known docs/records` goes on from it). "

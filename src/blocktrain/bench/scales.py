@@ -37,6 +37,8 @@ class Scale:
     """Local steps of a round where a block has several workers."""
     depth: int = 8
     """Layers of the model that is cut into 2, 4 and 8 blocks."""
+    deep: int = 4_096_000
+    """Bytes that each of those blocks sees, at least: enough for so many layers to pay."""
     memory: tuple[str, ...] = ()
     """Flags of `bench memory`."""
     data: str = WIKITEXT
@@ -100,17 +102,21 @@ def alike(book: Notebook, scale: Scale) -> Sides:
 
 
 def headline(book: Notebook, scale: Scale) -> Sides:
-    """The headline's sides, both at the rate of the grid that serves the reference best.
-
-    It is tried in short runs at the tables' width, as Muon's rates hold at any.
-    """
-    grid, small = scale.headline_grid, scale.base.shape
-    if len(grid) == 1:
-        return sides(scale, scale.headline, *grid, *grid)
-    narrow = changed(scale.headline, width=small.width, heads=small.heads)
-    tries = [sized(sides(scale, narrow, rate, rate).reference, scale.trial) for rate in grid]
-    rate = grid[best(book.labs(*tries))]
+    """The headline's sides, both at the rate that serves the reference best where they are narrow:
+    Muon's rates hold at any width."""
+    rate = narrow(book, scale).reference.rates.matrix
     return sides(scale, scale.headline, rate, rate)
+
+
+def narrow(book: Notebook, scale: Scale) -> Sides:
+    """The headline's sides at the tables' width, both at the rate of the grid that serves the
+    reference best in short runs."""
+    grid, small = scale.headline_grid, scale.base.shape
+    blocks = changed(scale.headline, width=small.width, heads=small.heads)
+    tries = [sides(scale, blocks, rate, rate) for rate in grid]
+    if len(grid) == 1:
+        return tries[0]
+    return tries[best(book.labs(*(sized(each.reference, scale.trial) for each in tries)))]
 
 
 def sides(scale: Scale, blocks: Run, ours: float, theirs: float) -> Sides:
@@ -169,6 +175,7 @@ QUICK = Scale(
     base=SMALL,
     budget=163_840,  # rounds are whole, and growing ones end a little later: up to 7 % more bytes
     trial=81_920,
+    deep=81_920,
     grid=(0.01,),
     headline_grid=(0.01,),
     seeds=(0,),
