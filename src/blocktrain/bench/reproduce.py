@@ -31,6 +31,7 @@ class Look:
     steps: list[Step]
     """All that it has asked for so far."""
     missing: list[Step]
+    """First seeds first; others may begin beside them."""
 
 
 def look(row: Row, scale: Scale, folder: Path) -> Look:
@@ -42,7 +43,8 @@ def look(row: Row, scale: Scale, folder: Path) -> Look:
         missing = not_yet.steps
     if len(scale.seeds) > 1:
         fewer = look(row, replace(scale, seeds=scale.seeds[:-1]), folder)
-        return replace(fewer, missing=fewer.missing or missing)
+        first = fewer.missing
+        return replace(fewer, missing=[*first, *(step for step in missing if step not in first)])
     return Look(row, None, list(book.asked.values()), missing)
 
 
