@@ -35,6 +35,7 @@ from blocktrain.errors import BadInput, BadRun, BlockTrainError
 from blocktrain.learning.local import Start, Work, parameters_of, train_locally
 from blocktrain.learning.model import new_block
 from blocktrain.learning.objective import Loader, objective_for
+from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,7 @@ def measured(folder: Path, ce: Callable[[Step], float]) -> Callable[[Step], Reco
         result = {
             "ce": end, "bytes_seen": 1280, "core_seconds": 36.0, "bytes_moved_to_1.811": 42_000_000,
             "bytes_moved": 60_000_000, "neighbours_ratio": 0.35, "parameters_per_block": 10**8,
-            "neighbours_mapped_mib": 900.0,
+            "neighbours_mapped_mib": 900.0, "parameters": 10**6,
             "LEAKY: true target at sigma 1.00 (64 KiB sample)": end - 0.25,
             "chain from noise, 1 draw (64 KiB sample)": end + 0.28,
         }  # fmt: skip
@@ -95,6 +96,9 @@ class Trained:
     def stop(self) -> None:
         pass
 
+    def wait(self) -> None:
+        pass
+
 
 def measure(
     rows: Sequence[Row], scale: Scale, folder: Path, carry_out: Callable[[Step], Record]
@@ -120,7 +124,7 @@ def by_kind(step: Step) -> float:
 
 
 def published(scale: Scale, folder: Path, place: Path) -> Results:
-    results = told(scale, folder, place)
+    results = told(scale, keep(folder, place / "records"))
     publish(results, place, None)
     return results
 
@@ -139,11 +143,16 @@ def test_a_command_says_exactly_the_run_it_stands_for(scale: Scale) -> None:
         given = bound.arguments.get("run")
         assert (given.plain if given else Run()) == run
     assert flags_of(Run()) == []
+    hardship = Hardship(missed=0.3, salvaged=0.5, slowest=8)
+    _, bound, _ = build().parse_args(lab(scale.base, hardship=hardship).command(Path("runs")))
+    assert bound.arguments["place"].hardship == hardship
 
 
 def test_names_are_by_all_settings() -> None:
     runs = [Run(), changed(Run(), seed=1), changed(Run(), steady=0.5), changed(Run(), codec="fp32")]
     assert len({lab(run).name for run in runs}) == 4
+    kinds = [NONE, Hardship(missed=0.3), Hardship(missed=0.3, salvaged=0.5), Hardship(slowest=8)]
+    assert len({lab(Run(), hardship=kind).name for kind in kinds}) == 4
     assert lab(Run()) == lab(changed(Run(), seed=0))
 
 
@@ -334,7 +343,7 @@ def test_two_cannot_measure_into_one_folder(tmp_path: Path) -> None:
 def test_only_known_rows_are_chosen() -> None:
     assert [row.key for row in chosen(["gap", "ce"], FULL)] == ["gap", "ce"]
     assert {row.key for row in ROWS} - {row.key for row in chosen([], QUICK)} == {
-        "wan_bytes", "steady", "own_share", "grams", "codecs", "unreliable",
+        "wan_bytes", "rates", "steady", "own_share", "grams", "codecs", "unreliable",
     }  # fmt: skip
     with pytest.raises(BadInput, match=r"no row 'gab'.*choose among ce, gap"):
         chosen(["gab"], FULL)
@@ -407,6 +416,8 @@ def test_pages_tell_what_is_measured_and_what_is_not(tmp_path: Path) -> None:
     assert not gap.measured
     page = (tmp_path / "docs" / "results.md").read_text()
     assert "| **1.400**, spread 0.000 | neither |" in page
+    assert "- `ce`: 1.0 M parameters, 0.0 MB seen, audit passed. Model and rule" in page
+    assert f"{sum(row.measured for row in results.rows)} of {len(results.rows)} rows" in page
     assert page.count(f"| {NOT_YET} |") == sum(bool(row.unit) for row in results.rows) - 1
     assert re.search(r"\| 80 \| 2 \| 0.7\d* \| \d+ \| 0.001\d* \| 1.400 \| 0.030 \| \d+ \|", page)
     assert "blocktrain lab --width 16" in page
@@ -423,9 +434,9 @@ def test_pictures_are_drawn_from_what_is_measured_only(tmp_path: Path) -> None:
     shown = {"gap": CURVES, "diloco": FRONTIER, "staleness": STALENESS, "blocks": CUTS}
     for key, name in shown.items():
         row = next(row for row in ROWS if row.key == key)
-        assert name not in drawn(told(TINY, tmp_path, tmp_path))
+        assert name not in drawn(told(TINY, tmp_path))
         measure([row], TINY, tmp_path, measured(tmp_path, by_kind))
-        assert name in drawn(told(TINY, tmp_path, tmp_path))
+        assert name in drawn(told(TINY, tmp_path))
     published(TINY, tmp_path, tmp_path / "docs")
     assert names() == {CURVES, CREWS, FRONTIER, STALENESS, CUTS}
     published(replace(TINY, trial=1), tmp_path, tmp_path / "docs")
@@ -434,14 +445,14 @@ def test_pictures_are_drawn_from_what_is_measured_only(tmp_path: Path) -> None:
 
 def test_what_was_published_stays_while_settings_do(tmp_path: Path) -> None:
     """A fresh clone has docs and no runs: one row measured there must not forget the others."""
-    row = next(row for row in ROWS if row.key == "memory_ratio")
+    row = next(row for row in ROWS if row.key == "lookahead")
     measure([row], TINY, tmp_path / "runs", measured(tmp_path / "runs", by_kind))
     first = published(TINY, tmp_path / "runs", tmp_path / "docs")
-    assert first.row("memory_ratio") is not None
+    assert first.row("lookahead") is not None
     again = published(TINY, tmp_path / "elsewhere", tmp_path / "docs")
     assert again == first
-    other = published(replace(TINY, budget=9999), tmp_path / "elsewhere", tmp_path / "docs")
-    assert other.row("memory_ratio") is None
+    other = published(replace(TINY, trial=9999), tmp_path / "elsewhere", tmp_path / "docs")
+    assert other.row("lookahead") is None
 
 
 def test_a_row_is_told_seed_by_seed(tmp_path: Path) -> None:
@@ -461,13 +472,19 @@ def test_a_row_is_told_seed_by_seed(tmp_path: Path) -> None:
     assert [step.name.split("seed-")[1][0] for step in so_far.missing] == ["1", "2"]
     first = published(all_three, tmp_path, tmp_path / "docs").rows[0]
     assert (first.values, first.spread, first.seeds, first.seeds_left) == ([1.4], None, [0], 2)
-    assert "| **1.400** (1 of 3 seeds so far) |" in (tmp_path / "docs" / "results.md").read_text()
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert "| **1.400** (1 of 3 seeds so far) | neither so far |" in page
     measure([row], all_three, tmp_path, noted)
     assert ["seed" in name for name in done] == [False] * (len(done) - 2) + [True] * 2
     last = published(all_three, tmp_path, tmp_path / "docs").rows[0]
     assert (last.values, last.seeds, last.seeds_left) == ([1.4] * 3, [0, 1, 2], 0)
     elsewhere = published(all_three, tmp_path / "elsewhere", tmp_path / "docs").rows[0]
     assert elsewhere == last
+    at_once = tmp_path / "at once"
+    carry_out = measured(at_once, by_kind)
+    done.clear()
+    measure([row], all_three, at_once, noted)
+    assert next(name for name in done if "audit" in name or "seed" in name).startswith("audit")
 
 
 def test_records_of_another_machine_are_gone_on_from(tmp_path: Path) -> None:
@@ -498,7 +515,7 @@ def test_readme_and_page_are_what_results_json_says() -> None:
 
 
 def test_a_readme_without_a_place_is_refused() -> None:
-    results = Results("full", "runs", "a text", 1, 1, 1, {}, {}, [])
+    results = Results("full", "a text", 1, 1, 1, {}, {"pace": {}}, [])
     for text in ("", BEGIN, f"{END}\n{BEGIN}", BEGIN + BEGIN + END):
         with pytest.raises(BadInput, match=r"README.md needs one line"):
             with_section(text, results)

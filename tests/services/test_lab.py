@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -266,6 +266,12 @@ def test_late_updates_are_lost_or_salvaged(corpus: Corpus, tmp_path: Path) -> No
     assert equal(salvaged, first)
     assert not equal(plain, first)
     assert equal(after(2, "lost", missed=1), first)
+    # Who is refused goes on from the optimiser and the residual of before.
+    assert not any(lost.optimisers.values())
+    assert not lost.residuals
+    assert not lost.late
+    assert plain.residuals
+    assert all(salvaged.optimisers.values())
     # All of round 1 comes in round 2, at half its size.
     half, whole = after(2, "salvaged", missed=1, salvaged=0.5), plain
     for kept, begun, wanted in zip(half.blocks, first.blocks, whole.blocks, strict=True):
@@ -293,6 +299,28 @@ def test_a_run_with_trouble_goes_on_bit_for_bit_and_is_another_run(
     assert equal(resumed.train()[1], whole)
     with pytest.raises(BadConfig, match="other settings"):
         lab(run, corpus, tmp_path / "cut").train()
+
+
+def test_a_stop_while_a_sample_is_measured_loses_no_point(corpus: Corpus, tmp_path: Path) -> None:
+    """The round is done again: its CE is what rates are chosen by, and FLOPs counted to."""
+
+    def interrupt(row: dict[str, Any]) -> None:
+        if row["round"] == SMALL.pace.rounds:
+            raise KeyboardInterrupt
+
+    _, whole = lab(SMALL, corpus, tmp_path / "whole").train()
+    cut = lab(SMALL, corpus, tmp_path / "cut", watch=Watch(noted=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    resumed = replace(cut, watch=Watch())
+    before = resumed.resume()
+    assert before.round == SMALL.pace.rounds - 1
+    path = tmp_path / "cut" / "history.jsonl"  # as kill -9 between two files leaves it
+    path.write_text(path.read_text() + json.dumps({"round": SMALL.pace.rounds}) + "\n")
+    _, now = resumed.train()
+    assert equal(now, whole)
+    told = [[(row["round"], row["ce_sample"]) for row in one.history] for one in (now, whole)]
+    assert told[0] == told[1]
 
 
 def test_a_sample_is_measured_as_often_as_told(corpus: Corpus, tmp_path: Path) -> None:

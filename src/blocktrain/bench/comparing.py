@@ -57,6 +57,7 @@ def moving(book: Notebook, family: str, runs: list[Run]) -> Found:
                 "local steps": pace.local_steps,
                 "codec": codec,
                 "outer step": outer,
+                "MB seen": found.result["bytes_seen"] / 1e6,
                 "ce": found.result["ce"],
                 "MB moved": moved,
                 "by each worker": moved / (run.shape.blocks * pace.replicas),
@@ -82,6 +83,16 @@ def less(one: Record, other: Record) -> float:
 def curve(record: Record) -> Curve:
     """CE of a sample against bytes seen."""
     return [(float(seen), sample) for seen, sample in record.history]
+
+
+def two(one: Record, other: Record, words: str = "end to end") -> str:
+    """What a gap is the difference of."""
+    return f"{one.result['ce']:.3f}, {words} {other.result['ce']:.3f}"
+
+
+def times(run: Run, reference: Run) -> str:
+    """What the bytes cost more than end to end."""
+    return f"{flops_of(run) / flops_of(reference):.2f} times its FLOPs for the same bytes"
 
 
 def mb(record: Record) -> str:

@@ -18,7 +18,7 @@ from blocktrain.learning import device
 from blocktrain.learning.local import CPU, Start, Work, parameters_of, train_locally
 from blocktrain.learning.model import VOCABULARY, Block, Shape, new_block
 from blocktrain.learning.objective import Loader, Recipe, Task, objective_for
-from blocktrain.learning.optimiser import MUON_PARTS, NEWTON_SCHULZ_STEPS
+from blocktrain.learning.optimiser import NEWTON_SCHULZ_STEPS, is_matrix
 from blocktrain.terms import Progress, silent
 
 GEMM_SIDE = 2048
@@ -102,16 +102,16 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def step_products(shape: Shape, task: Task, positions: int) -> float:
-    """FLOPs of the matrix products of one step of the second block, without the optimiser's."""
+def step_products(shape: Shape, task: Task, positions: int, index: int = 1) -> float:
+    """FLOPs of the matrix products of one step of a block, without the optimiser's."""
     width, hidden = shape.width, shape.hidden
     matrices = 2 * positions * (4 * width**2 + 3 * width * hidden)
     attention = 2 * positions * shape.window * width  # q.k and p.v, causal half of each
     block = shape.layers * (matrices + attention)
     head = 2 * positions * width * VOCABULARY
-    downstream = min(task.lookahead, shape.blocks - 2)
+    downstream = min(task.lookahead, shape.blocks - 1 - index)
     own = 3 * block + 3 * head
-    upstream = block
+    upstream = index * block
     through = 2 * downstream * block + (2 * head if downstream else 0)
     return float(own + upstream + through)
 
@@ -120,7 +120,7 @@ def muon_products(block: Block) -> float:
     """FLOPs of Newton-Schulz over every matrix that Muon moves."""
     total = 0
     for name, parameter in block.named_parameters():
-        if parameter.ndim == 2 and any(part in name for part in MUON_PARTS):
+        if is_matrix(name, parameter.shape):
             short, long = sorted(parameter.shape)
             total += NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
     return float(total)

@@ -5,18 +5,15 @@ and deltas, without HTTP's headers: 2.50 a parameter and round with int4 and `--
 `bench three-hosts` measured 2.46 at the workers' sockets.
 """
 
-from dataclasses import replace
 from functools import cache
 
 from blocktrain.bench.compute import muon_products, step_products
 from blocktrain.errors import BadInput
 from blocktrain.learning.local import parameters_of
 from blocktrain.learning.model import Shape, new_block
-from blocktrain.learning.objective import Task, watched
+from blocktrain.learning.objective import watched
 from blocktrain.services.run import Run
 from blocktrain.wire.tensors import largest, shapes_of
-
-ALONE = Task(lookahead=0)
 
 
 @cache
@@ -24,31 +21,13 @@ def flops_of(run: Run, muon: bool = True) -> float:
     """Matrix products of all workers over the whole run; nothing is shared between them."""
     if run.shape.objective != "neighbours":
         raise BadInput("FLOPs are counted for neighbours only; choose that objective.")
+    positions = run.pace.batch * run.shape.window
     step = sum(
-        products(run, index) + muon * muon_products(new_block(run.shape, index, 0))
+        step_products(run.shape, run.task, positions, index)
+        + muon * muon_products(new_block(run.shape, index, 0))
         for index in range(run.shape.blocks)
     )
     return step * run.pace.replicas * run.pace.steps.before(run.pace.rounds + 1)
-
-
-def products(run: Run, index: int) -> float:
-    """Matrix products of one replica's step of one block, without the optimiser's."""
-    layer, head = units(run.shape, run.pace.batch * run.shape.window)
-    block = run.shape.layers * layer
-    downstream = min(run.task.lookahead, run.shape.blocks - 1 - index)
-    through = 2 * downstream * block + (2 * head if downstream else 0)
-    return 3 * block + 3 * head + index * block + through
-
-
-def units(shape: Shape, positions: int) -> tuple[float, float]:
-    """A forward through one layer and through a head, taken apart from `bench compute`'s count.
-
-    Its step of the second block, with nothing downstream, is 4 blocks and 3 heads.
-    """
-    one = step_products(replace(shape, blocks=4, layers=1), ALONE, positions)
-    two = step_products(replace(shape, blocks=4, layers=2), ALONE, positions)
-    layer = (two - one) / 4
-    return layer, (one - 4 * layer) / 3
 
 
 def moved_per_round(run: Run) -> int:

@@ -90,6 +90,8 @@ class Measuring:
         finally:
             for doing in self.running:
                 doing.stop()
+            for doing in self.running:  # all have been told: they save at the same time
+                doing.wait()
             os.close(held)
         return self.failed
 
@@ -160,11 +162,13 @@ def adopt(known: Path, folder: Path) -> None:
             write_atomically(folder / path.name, path.read_bytes())
 
 
-def keep(folder: Path, place: Path) -> None:
-    """Copies every record to where it can be published: a few thousand bytes each."""
+def keep(folder: Path, place: Path) -> Path:
+    """Copies every record to those that are published: a few thousand bytes each. A fresh clone
+    has these and no runs; what is measured there must not forget the rest."""
     place.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.json"):
         write_atomically(place / path.name, path.read_bytes())
+    return place
 
 
 def cut_text(scale: Scale, folder: Path) -> None:

@@ -1,8 +1,4 @@
-"""docs/results.json: what was measured, and how. Pages and pictures are made from it alone.
-
-A row that cannot be told now, or of fewer seeds, keeps what was published of it, if that was with
-the same settings.
-"""
+"""docs/results.json: what was measured, and how. Pages and pictures are made from it alone."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,8 +24,8 @@ class Result:
     paper: str
     bar: float | None
     goal: float | None
-    settings: str
-    """Names all settings that it follows from."""
+    care: str = ""
+    """What a reader must know of how it was chosen or measured."""
     value: float | None = None
     """The mean over seeds."""
     spread: float | None = None
@@ -61,7 +57,6 @@ class Results:
     """Everything that is published."""
 
     scale: str
-    folder: str
     text: str
     budget: int
     trial: int
@@ -75,19 +70,12 @@ class Results:
         return next((row for row in self.rows if row.key == key and row.measured), None)
 
 
-def collect(looks: Sequence[Look], scale: Scale, folder: Path, old: Results | None) -> Results:
-    """What is known now."""
-    published = {row.key: row for row in old.rows} if old else {}
-    rows = []
-    for each in looks:
-        before = published.get(each.row.key)
-        now = result(each, scale, folder)
-        if before and before.settings == scale.digest and len(before.seeds) > len(now.seeds):
-            now = before
-        rows.append(now)
+def collect(looks: Sequence[Look], scale: Scale, folder: Path) -> Results:
+    """What a folder of records tells."""
+    rows = [result(each, scale, folder) for each in looks]
     sizes = (scale.budget, scale.trial, scale.deep)
     runs = (asdict(scale.headline), asdict(scale.base))
-    return Results(scale.name, scale.folder, scale.text, *sizes, *runs, rows)
+    return Results(scale.name, scale.text, *sizes, *runs, rows)
 
 
 def result(seen: Look, scale: Scale, folder: Path) -> Result:
@@ -101,7 +89,7 @@ def result(seen: Look, scale: Scale, folder: Path) -> Result:
         paper=row.paper,
         bar=row.bar if scale.judged else None,
         goal=row.goal if scale.judged else None,
-        settings=scale.digest,
+        care=row.care,
         commands=[" ".join(["blocktrain", *step.command(place)]) for step in seen.steps],
     )
     if found is None:

@@ -12,6 +12,11 @@ from blocktrain.errors import BadInput
 BEGIN = "<!-- results: made from docs/results.json by `blocktrain reproduce`; do not edit -->"
 END = "<!-- end of results -->"
 NOT_YET = "not measured yet"
+PAPER = (
+    "*Paper*: P. Toth, Decentralised AI Training and Inference with BlockTrain (arXiv 2606.24722), "
+    "by its abstract and summaries; no code was published and its model's size is not known, so "
+    "its numbers are for orientation. *Bar*: what must be reached; *goal*: what is hoped for."
+)
 
 
 def publish(results: Results, folder: Path, readme: Path | None) -> list[Path]:
@@ -29,8 +34,9 @@ def publish(results: Results, folder: Path, readme: Path | None) -> list[Path]:
 
 def whole_page(results: Results) -> str:
     """results.md."""
-    parts = ["# Results", introduction(results), numbers(results.rows)]
+    parts = ["# Results", introduction(results), numbers(results.rows), notes(results.rows)]
     parts += [f"![{words}]({name})" for name, words in results_picture.drawn(results).items()]
+    parts += ["## What each row is of", models(results)]
     parts += [question(row) for row in results.rows if not row.unit]
     parts += ["## How each was measured", *(how(row) for row in results.rows)]
     return "\n\n".join(parts) + "\n"
@@ -39,53 +45,83 @@ def whole_page(results: Results) -> str:
 def introduction(results: Results) -> str:
     """What all rows have in common."""
     again = "make reproduce" + ("" if results.scale == "full" else f"-{results.scale}")
+    done = sum(row.measured for row in results.rows)
     return (
-        f"Made by `{again}` from results.json; do not edit. CE in nats per byte over every byte of "
-        f"{results.text}, honest readout. Every reference is trained end to end on the "
-        "same bytes in the same order, with the same optimiser and averaging; Muon's rate of each "
-        "side is the best of one grid, by CE of a sample of the valid split, in runs "
-        f"of {results.trial / 1e6:g} MB with the tables' model. "
-        "In `ce`, `gap`, `gap_h80`, `flops_ratio` and `composition` both sides have the rate of a "
-        "grid that is best for the reference, in runs as short and as wide as the tables'; there "
-        f"the model has {shape(results.headline)}, elsewhere "
-        f"{shape(results.base)} if a table does not say otherwise. In the former "
-        f"each block sees at least {results.budget / 1e6:g} MB, elsewhere "
-        f"{results.trial / 1e6:g} MB. `gap_k8` and `blocks` have the former's vectors and rate, "
-        f"the latter's width, and {results.deep / 1e6:g} MB. "
-        "A value is the mean over its seeds, its spread the highest less the lowest. References "
-        "have rounds of the usual length, and average their weights as the run they are compared "
-        "with. Rounds are whole, so bytes may differ a little: tables tell them. What was tried "
-        "without a row of its own is in the project's lab book, LOG.md."
+        f"Made by `{again}` from results.json; do not edit. {done} of {len(results.rows)} rows are "
+        f"measured.\n\nCE is in nats per byte over every byte of {results.text}, honest readout. "
+        "A reference is trained end to end on the same bytes in the same order, with the same "
+        "optimiser, and averages its weights as the run it is compared with; its rounds are of the "
+        "usual length. Rounds are whole, so bytes may differ a little: tables tell them. A value "
+        "is the mean over its seeds, its spread the highest less the lowest. What was tried "
+        f"without a row of its own is in the project's lab book, LOG.md.\n\n{PAPER}"
     )
 
 
-def shape(run: dict[str, Any]) -> str:
-    """A run's model in words."""
-    told = run["shape"]
-    layers = "one layer" if told["layers"] == 1 else f"{told['layers']} layers"
-    kinds = told["grams"] - 1
-    runs = f"{kinds} x {told['gram_rows']:,} vectors" if kinds else "no vectors"
-    cut = f"{told['blocks']} blocks of {layers}, width {told['width']}, window {told['window']}"
-    return f"{cut}, {runs} for runs of bytes"
+def models(results: Results) -> str:
+    """What is trained in which rows, and on how much."""
+    wide, small = results.headline["shape"], results.base["shape"]
+    kinds = [
+        ("`ce`, `gap`, `gap_h80`, `flops_ratio`, `composition`", wide, results.budget),
+        ("`gap_k8`, `blocks`", wide | {"width": small["width"]}, results.deep),
+        ("all others, if they do not say otherwise", small, results.trial),
+    ]
+    lines = [
+        {
+            "rows": rows,
+            "width": shape["width"],
+            "window": shape["window"],
+            "vectors for runs of bytes": vectors(shape),
+            "MB seen by each block": f"{seen / 1e6:g}",
+        }
+        for rows, shape, seen in kinds
+    ]
+    return (
+        f"{table(lines)}\n\n"
+        "The last line's model is the default of `lab`, `train` and `make run`. Muon's rate comes "
+        f"from grids (`rates`), tried in runs of {results.trial / 1e6:g} MB at width "
+        f"{small['width']}: where there are vectors, each side has the rate that is best for it, "
+        "elsewhere both have the reference's, which was not tuned again for larger models or "
+        "longer runs. Tables are of one seed: small differences say little, and how much there is "
+        "to lose by blocks tells `denoise`, where one layer stands beside all of them."
+    )
+
+
+def vectors(shape: dict[str, Any]) -> str:
+    """How runs of bytes enter a model."""
+    kinds = shape["grams"] - 1
+    return f"{kinds} x {shape['gram_rows']:,}" if kinds else "none"
 
 
 def section(results: Results) -> str:
     """README's section: the numbers, and where the rest is."""
-    parts = [numbers(results.rows)]
+    parts = [PAPER, numbers(results.rows), notes(results.rows)]
     if results_picture.CURVES in results_picture.drawn(results):
         parts.append(f"![CE against bytes seen](docs/{results_picture.CURVES})")
+    parts += [default_gap(results)] if default_gap(results) else []
     parts.append(
-        f"CE in nats per byte, {results.budget / 1e6:g} MB seen by each block in the first three "
-        f"and `flops_ratio`, where there are {shape(results.headline)}; "
-        f"{results.trial / 1e6:g} MB in `six_workers_extra`, with {shape(results.base)}; "
-        f"{results.deep / 1e6:g} MB in `gap_k8`, with the former's vectors and the latter's width. "
-        "[docs/results.md](docs/results.md) has every table, command, seed and hour, "
+        "[docs/results.md](docs/results.md) has every table, model, command, seed and hour, "
         "`docs/records` what each command came to "
         "(`blocktrain reproduce --known docs/records` goes on from it). "
         "`make reproduce` measures all of it again (it may take a day on two cores, and goes on "
         "where it was stopped), `make reproduce-quick` a small version of it in minutes."
     )
     return "\n\n".join(parts)
+
+
+def default_gap(results: Results) -> str:
+    """How far behind the model is that users get: it is not the headline's."""
+    row, pace = results.row("staleness"), results.base["pace"]
+    lines = row.table if row else []
+    names = ("local_steps", "first_steps")
+    for line in lines:
+        if all(line[name] == pace[name] for name in names):
+            return (
+                "The default model, which `make run` trains, is smaller and has vectors for runs "
+                f"of bytes ({vectors(results.base['shape'])}); with them blocks end "
+                f"{line['gap']:.3f} behind end to end ({line['MB seen']:.2f} MB, one seed). `ce` "
+                "and `gap` are of a wider model without them."
+            )
+    return ""
 
 
 def with_section(text: str, results: Results) -> str:
@@ -105,12 +141,24 @@ def numbers(rows: Sequence[Result]) -> str:
             "bar": "" if row.bar is None else f"<= {shown(row.bar, row.unit)}",
             "goal": "" if row.goal is None else f"<= {shown(row.goal, row.unit)}",
             "measured": measured(row),
-            "met": row.met or "",
+            "met": f"{row.met} so far" if row.met and row.seeds_left else row.met or "",
         }
         for row in rows
         if row.unit
     ]
     return table(lines)
+
+
+def notes(rows: Sequence[Result]) -> str:
+    """What stands behind each number."""
+    told = [(row.key, sentence(row.note), row.care) for row in rows if row.unit and row.measured]
+    lines = [f"- `{key}`: {' '.join(filter(None, words))}" for key, *words in told if any(words)]
+    return "\n".join(lines)
+
+
+def sentence(words: str) -> str:
+    """A note as it stands in a page."""
+    return f"{words[0].upper()}{words[1:]}." if words else ""
 
 
 def measured(row: Result) -> str:
@@ -122,6 +170,8 @@ def measured(row: Result) -> str:
     value = f"**{shown(row.value, row.unit)}**"
     if row.spread is not None:
         value += f", spread {shown(row.spread, row.unit)}"
+    elif row.unit == "nats" and not row.seeds_left:
+        value += " (one seed)"
     if row.seeds_left:
         value += f" ({len(row.seeds)} of {len(row.seeds) + row.seeds_left} seeds so far)"
     return value
@@ -134,8 +184,8 @@ def shown(value: float, unit: str) -> str:
 
 def question(row: Result) -> str:
     """A row that is a table."""
-    body = table(row.table) if row.measured else NOT_YET[0].upper() + NOT_YET[1:] + "."
-    note = f"\n\n{row.note[0].upper()}{row.note[1:]}." if row.note else ""
+    body = table(row.table) if row.measured else sentence(NOT_YET)
+    note = f"\n\n{sentence(row.note)}" if row.note else ""
     return f"## {row.asks} (`{row.key}`)\n\n{body}{note}"
 
 
@@ -146,11 +196,10 @@ def how(row: Result) -> str:
         told = (
             f"{row.date}, commit {', '.join(row.commits)}, {row.cores} cores, "
             f"{' and '.join(row.precisions)}, "
-            f"{row.core_hours:.2f} core-hours, seeds {seeds}"
+            f"{row.core_hours:.2f} core-hours, seeds {seeds}."
         )
-        told += f"; {row.note}." if row.note and row.unit else "."
     else:
-        told = f"{NOT_YET[0].upper()}{NOT_YET[1:]}; first of all:"
+        told = f"{sentence(NOT_YET)} Commands that are known so far:"
     lines = "\n".join(row.commands)
     return f"### `{row.key}`\n\n{told}\n\n```console\n{lines}\n```"
 

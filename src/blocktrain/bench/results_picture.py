@@ -63,11 +63,14 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def curves(axes: Axes, results: Results) -> None:
-    """CE against bytes seen: reference and blocks."""
-    for key, colour, words in (("gap", END_TO_END, "end to end"), ("ce", BLOCKS, "four blocks")):
-        for points in lines_of(results, key).values():
-            line(axes, points, words, color=colour, linestyle="--" if key == "gap" else "-")
-    axes.set_xlabel("MB seen by each block")
+    """CE against bytes seen: reference and blocks, the first seed."""
+    gap, ce = results.row("gap"), results.row("ce")
+    if gap:
+        whole, words = gap.table[0]["reference"], "end to end"
+        line(axes, gap.curves["reference"], words, whole, color=END_TO_END, linestyle="--")
+    if ce:
+        line(axes, ce.curves["blocks"], "four blocks", ce.values[0], color=BLOCKS)
+    axes.set_xlabel("MB seen by each block, seed 0")
     axes.set_ylabel(SAMPLE)
 
 
@@ -109,7 +112,7 @@ def staleness(axes: Axes, results: Results) -> None:
     alike = [entry for entry in row.table if not entry["first_steps"]]
     growing = [entry for entry in row.table if entry["first_steps"]]
     gaps(axes, alike, "local_steps", "blocks, all rounds alike", color=ALIKE, marker="s")
-    gaps(axes, growing, "local_steps", "blocks, rounds that grow to this length")
+    gaps(axes, growing, "local_steps", "blocks, rounds that grow to this length", below=True)
     against_zero(axes, row.table, "local_steps", "local steps per round, equal bytes")
 
 
@@ -121,20 +124,22 @@ def cuts(axes: Axes, results: Results) -> None:
     against_zero(axes, row.table, "blocks", "blocks, the same layers in all")
 
 
-def gaps(axes: Axes, table: Table, setting: str, words: str, **style: Any) -> None:
-    """The gap of each line of a table."""
+def gaps(
+    axes: Axes, table: Table, setting: str, words: str, below: bool = False, **style: Any
+) -> None:
+    """The gap of each line of a table, and how many rounds there were, if it tells."""
     x, y = [entry[setting] for entry in table], [entry["gap"] for entry in table]
     axes.plot(x, y, **{"color": BLOCKS, "marker": "o", "linewidth": 2.2, "label": words, **style})
-    for at, gap in zip(x, y, strict=True):
-        axes.annotate(f"{gap:+.3f}", (at, gap), xytext=(0, 8), textcoords="offset points",
-                      ha="center", fontsize=9,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    for entry, at, gap in zip(table, x, y, strict=True):
+        told = f"{gap:+.3f}" + (f"\n{entry['rounds']} rounds" if "rounds" in entry else "")
+        axes.annotate(told, (at, gap), xytext=(0, -9 if below else 9), ha="center", fontsize=8,
+                      textcoords="offset points", va="top" if below else "bottom")  # fmt: skip
 
 
 def against_zero(axes: Axes, table: Table, setting: str, words: str) -> None:
     """The reference is the line at 0."""
     axes.axhline(0, color=END_TO_END, linestyle="--", label="end to end")
-    axes.margins(x=0.08, y=0.2)
+    axes.margins(x=0.08, y=0.3)
     axes.set_xscale("log")
     x = sorted({entry[setting] for entry in table})
     axes.set_xticks(x, map(str, x))
@@ -149,7 +154,15 @@ def lines_of(results: Results, key: str) -> dict[str, list[tuple[float, float]]]
     return row.curves if row is not None else {}
 
 
-def line(axes: Axes, points: list[tuple[float, float]], words: str, **style: Any) -> None:
-    """One curve over megabytes; its last value stands in the legend, where nothing covers it."""
-    style = {"linewidth": 2, **style, "label": f"{words}: {points[-1][1]:.3f}"}
+def line(
+    axes: Axes,
+    points: list[tuple[float, float]],
+    words: str,
+    whole: float | None = None,
+    **style: Any,
+) -> None:
+    """One curve over megabytes; its last value stands in the legend, where nothing covers it, and
+    beside it CE of the whole test split, if given."""
+    label = f"{words}: {points[-1][1]:.3f}" + (f" (test split: {whole:.3f})" if whole else "")
+    style = {"linewidth": 2, **style, "label": label}
     axes.plot([x / 1e6 for x, _ in points], [y for _, y in points], **style)

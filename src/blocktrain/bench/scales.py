@@ -1,10 +1,7 @@
 """How large a reproduction is: the runs that every question starts from, and their bytes."""
 
-import hashlib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
-
-import msgspec
 
 from blocktrain.bench.steps import OUT, WIKITEXT, Notebook, Record
 from blocktrain.services.lab import Watch
@@ -58,11 +55,6 @@ class Scale:
             return "WikiText-2 raw's test split"
         return f"the last twentieth of the first {self.cut / 1e6:g} MB of WikiText-2 raw"
 
-    @property
-    def digest(self) -> str:
-        """Names all settings: what was published under others is measured again."""
-        return hashlib.sha256(msgspec.json.encode(asdict(self))).hexdigest()[:16]
-
 
 @dataclass(frozen=True)
 class Sides:
@@ -111,12 +103,17 @@ def headline(book: Notebook, scale: Scale) -> Sides:
 def narrow(book: Notebook, scale: Scale) -> Sides:
     """The headline's sides at the tables' width, both at the rate of the grid that serves the
     reference best in short runs."""
-    grid, small = scale.headline_grid, scale.base.shape
-    blocks = changed(scale.headline, width=small.width, heads=small.heads)
-    tries = [sides(scale, blocks, rate, rate) for rate in grid]
-    if len(grid) == 1:
+    tries = narrow_tries(scale)
+    if len(tries) == 1:
         return tries[0]
     return tries[best(book.labs(*(sized(each.reference, scale.trial) for each in tries)))]
+
+
+def narrow_tries(scale: Scale) -> list[Sides]:
+    """The same at each rate of its grid."""
+    small = scale.base.shape
+    blocks = changed(scale.headline, width=small.width, heads=small.heads)
+    return [sides(scale, blocks, rate, rate) for rate in scale.headline_grid]
 
 
 def sides(scale: Scale, blocks: Run, ours: float, theirs: float) -> Sides:
@@ -141,11 +138,16 @@ def best_rates(book: Notebook, scale: Scale) -> tuple[float, float]:
     """
     if len(scale.grid) == 1:
         return scale.grid[0], scale.grid[0]
-    tries = [sides(scale, scale.base, rate, rate) for rate in scale.grid]
+    tries = table_tries(scale)
     ours = [sized(each.blocks, scale.trial) for each in tries]
     theirs = [sized(each.reference, scale.trial) for each in tries]
     found = book.labs(*ours, *theirs)
     return scale.grid[best(found[: len(ours)])], scale.grid[best(found[len(ours) :])]
+
+
+def table_tries(scale: Scale) -> list[Sides]:
+    """The tables' sides at each rate of their grid."""
+    return [sides(scale, scale.base, rate, rate) for rate in scale.grid]
 
 
 def best(records: list[Record]) -> int:

@@ -26,7 +26,7 @@ import msgspec
 
 from blocktrain import config
 from blocktrain.bench.costs import flops_of
-from blocktrain.disk import write_atomically
+from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadRun, BlockTrainError
 from blocktrain.learning import device
 from blocktrain.services.children import parent_alive
@@ -219,7 +219,8 @@ class Doing:
             return None
         self.child.returncode = os.waitstatus_to_exitcode(status)
         record = self.record(used.ru_utime + used.ru_stime)
-        write_atomically(self.folder / f"{self.step.name}.json", msgspec.json.encode(record))
+        with errors_are_clear(self.folder):
+            write_atomically(self.folder / f"{self.step.name}.json", msgspec.json.encode(record))
         return record
 
     def record(self, spent: float) -> Record:
@@ -245,15 +246,17 @@ class Doing:
         )
 
     def stop(self) -> None:
-        """Lets it save what it has, and waits for it. What a shell started in the background is
-        deaf to Ctrl+C."""
+        """Lets it save what it has. What a shell started in the background is deaf to Ctrl+C."""
         self.child.send_signal(signal.SIGTERM)
-        with self.answer:
-            try:
-                self.child.wait(LAST_WORDS)
-            except subprocess.TimeoutExpired:
-                self.child.kill()
-                self.child.wait()
+
+    def wait(self) -> None:
+        """Until it has."""
+        try:
+            self.child.wait(LAST_WORDS)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        self.answer.close()
 
 
 def history(path: Path) -> list[tuple[int, float]]:

@@ -1,5 +1,6 @@
 """blocktrain bench compute|memory|combine"""
 
+import signal
 from dataclasses import asdict
 
 from blocktrain.bench import combine as combine_bench
@@ -55,6 +56,7 @@ def memory(
     window: int
         Positions per window.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes and files go, too
     with bar("processes") as progress:
         found = memory_bench.measure(width, layers, batch, window, progress)
     output.result(asdict(found), "Memory")

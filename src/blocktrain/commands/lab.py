@@ -76,8 +76,6 @@ class Beside:
     """How many times CE of a sample is measured."""
     reference: bool = False
     """Also train the end-to-end models of full and of one block's depth on the same bytes."""
-    reference_line: Path | None = None
-    """The history.jsonl of a reference trained earlier, for the plot."""
 
 
 FLAGS, PLACE, BESIDE = RunFlags(), Place(), Beside()
@@ -120,8 +118,6 @@ def lab(
     lines = {"blocks": out / "history.jsonl"}
     if beside.reference:
         lines |= {name: out / name / "history.jsonl" for name in ("reference", "shallow")}
-    elif beside.reference_line:
-        lines["reference"] = beside.reference_line
     picture.curves(lines, out / "curve.png")
     output.say(f"model in {out}, plot in {out / 'curve.png'}")
     if not output.json:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.bench.reproduce import Measuring, adopt, chosen, keep, look
-from blocktrain.bench.results import Results, collect, read
+from blocktrain.bench.results import Results, collect
 from blocktrain.bench.results_page import BEGIN, NOT_YET, publish
 from blocktrain.bench.scales import FULL, QUICK, Scale
 from blocktrain.console import PLAIN, Out, bars
@@ -53,10 +53,9 @@ def reproduce(
         with bars("steps", "rounds of these steps") as (steps, rounds):
             measuring = Measuring(wanted, scale, folder, say=output.say, steps=steps, rounds=rounds)
             failed = measuring.run()
-    results = told(scale, folder, place)
+    records = folder if quick else keep(folder, place / "records")
+    results = told(scale, records)
     written = publish(results, place, readme)
-    if not quick:
-        keep(folder, place / "records")
     output.say("written: " + ", ".join(map(str, written)))
     output.rows([line(results, row.key) for row in wanted], "Reproduced")
     if failed:
@@ -66,10 +65,10 @@ def reproduce(
         )
 
 
-def told(scale: Scale, folder: Path, place: Path) -> Results:
+def told(scale: Scale, records: Path) -> Results:
     """Every row of the scale as far as it is known, also those not asked for now."""
-    looks = [look(row, scale, folder) for row in chosen([], scale)]
-    return collect(looks, scale, folder, read(place / "results.json"))
+    looks = [look(row, scale, records) for row in chosen([], scale)]
+    return collect(looks, scale, records)
 
 
 def readme_beside(docs: Path) -> Path:

@@ -99,13 +99,12 @@ class Lab:
         try:
             while now.round < self.run.pace.rounds:
                 self.watch.steps(*self.steps_done(now.round))
-                now = self.advance(now)
-                if self.is_noted(now.round):
-                    self.note(now)
+                after = self.advance(now)
+                now = self.noted(after) if self.is_noted(after.round) else after
                 if time.monotonic() - last > SAVE_EVERY:
                     save(now, self.folder, self.identity)
                     last = time.monotonic()
-        finally:  # on Ctrl+C too: `now` is always the state after a whole round
+        finally:  # on Ctrl+C too: `now` is the state after a whole round, its sample measured
             save(now, self.folder, self.identity)
         self.watch.steps(*self.steps_done(now.round))
         model = self.assemble(now)
@@ -140,24 +139,27 @@ class Lab:
                 for slot in range(replicas):
                     known[slot] = list(pool.map(stream, self.batches(slot, number)))
             done = dict(zip(places, pool.map(replica, places), strict=True))
-        blocks, residuals, late = [], {}, {}
+        blocks, optimisers, residuals, late = [], {}, {}, {}
         for index, standing in enumerate(now.blocks):
             parts = []
             for slot in range(replicas):
-                update, at = done[index, slot][0], (index, slot)
+                at = (index, slot)
+                update, optimisers[at] = done[at]
                 change, lost = self.sent(update.change, now.residuals.get(at))
+                if before := now.late.get(at):
+                    parts.append(Part(before[0].__getitem__, before[1], self.hardship.salvaged))
+                if not self.hardship.is_late(self.run.pace.seed, number, index, slot):
+                    parts.append(Part(change.__getitem__, update.bytes_trained))
+                elif self.hardship.salvaged:
+                    late[at] = (change, update.bytes_trained)
+                else:  # refused: the worker goes on from what it had before
+                    lost, optimisers[at] = now.residuals.get(at), now.optimisers.get(at, {})
                 if lost is not None:
                     residuals[at] = lost
-                if (before := now.late.get(at)) and self.hardship.salvaged:
-                    parts.append(Part(before[0].__getitem__, before[1], self.hardship.salvaged))
-                if self.hardship.is_late(self.run.pace.seed, number, index, slot):
-                    late[at] = (change, update.bytes_trained)
-                else:
-                    parts.append(Part(change.__getitem__, update.bytes_trained))
             blocks.append(combine(standing, parts, self.run.averaging, self.run.exchange.codec))
         return Standings(
             blocks,
-            {at: optimiser for at, (_, optimiser) in done.items()},
+            optimisers,
             residuals,
             late,
             number,
@@ -223,8 +225,8 @@ class Lab:
         steps, rounds = self.run.pace.steps, self.run.pace.rounds
         return steps.before(number + 1), steps.before(rounds + 1)
 
-    def note(self, now: Standings) -> None:
-        """Measures CE on a sample of the valid split, and writes it down."""
+    def noted(self, now: Standings) -> Standings:
+        """The same with CE of a sample of the valid split in its history."""
         score = evaluate(self.assemble(now), self.corpus.valid[:SAMPLE])
         row = {
             "round": now.round,
@@ -234,8 +236,8 @@ class Lab:
             "losses": [round(loss, 4) for loss in now.losses],
             "core_seconds": round(now.core_seconds, 1),
         }
-        now.history.append(row)
         self.watch.noted(row)
+        return replace(now, history=[*now.history, row])
 
     def resume(self) -> Standings:
         """Where the folder says that this very run is, else the beginning."""

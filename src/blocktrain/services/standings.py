@@ -119,7 +119,8 @@ def read(folder: Path, told: Saved) -> Standings:
             found = load_tensors(path)
             trained_on = int(found.pop(BYTES))
             late[at] = (as_arrays(found), trained_on)
-    lines = (folder / "history.jsonl").read_bytes().splitlines()
+    lines = (folder / "history.jsonl").read_bytes().splitlines()  # may be of a round more
+    history = [msgspec.json.decode(line) for line in lines]
     return Standings(
         kept,
         {at: load_tensors(file(state, "optimiser", at)) for at in places},
@@ -127,7 +128,7 @@ def read(folder: Path, told: Saved) -> Standings:
         late,
         told.round,
         told.core_seconds,
-        [msgspec.json.decode(line) for line in lines],
+        [row for row in history if row["round"] <= told.round],
     )
 
 
