@@ -72,8 +72,6 @@ GROUPS = {
         {
             "compute": ("bench:compute", "A block's training step against the GEMM peak."),
             "combine": ("bench:combine", "Combining updates of a large block: memory and speed."),
-            "codecs": ("choices:codecs", "CE by codec, in the lab."),
-            "replicas": ("choices:replicas", "CE by replicas per block, in the lab."),
             "network": ("network:network", "The network's CPU-seconds against the lab's."),
             "coordinator": ("load:coordinator", "Receipts for 200 workers, and a burst."),
             "three-hosts": ("hosts:three_hosts", "CE and bytes moved across a WAN of three hosts."),
