@@ -46,4 +46,5 @@ def test_a_worker_needs_a_part_of_the_end_to_end_memory() -> None:
     found = memory.measure(width=512, layers=4, batch=2, window=64)
     assert found.parameters_per_block > 12e6
     assert found.neighbours_ratio <= 0.45
+    assert found.neighbours_ratio < found.neighbours_resident_ratio <= 0.6
     assert found.denoise_ratio <= 0.45

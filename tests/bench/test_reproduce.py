@@ -68,7 +68,7 @@ def measured(folder: Path, ce: Callable[[Step], float]) -> Callable[[Step], Reco
         result = {
             "ce": end, "bytes_seen": 1280, "core_seconds": 36.0, "bytes_moved_to_1.811": 42_000_000,
             "bytes_moved": 60_000_000, "neighbours_ratio": 0.35, "parameters_per_block": 10**8,
-            "neighbours_mapped_mib": 900.0, "parameters": 10**6,
+            "neighbours_resident_ratio": 0.45, "parameters": 10**6,
             "LEAKY: true target at sigma 1.00 (64 KiB sample)": end - 0.25,
             "chain from noise, 1 draw (64 KiB sample)": end + 0.28,
         }  # fmt: skip
@@ -201,7 +201,7 @@ def test_every_row_is_told_from_steps_done_once(tmp_path: Path) -> None:
         done.append(step.name)
         return carry_out(step)
 
-    wider = changed(SMALLEST, width=32)
+    wider = changed(SMALLEST, width=32, grams=1)
     scale = replace(TINY, headline=wider, grid=(0.005, 0.01, 0.04), seeds=(0, 1), judged=True)
     assert measure(ROWS, scale, tmp_path, once) == {}
     assert len(done) == len(set(done))
@@ -343,7 +343,7 @@ def test_two_cannot_measure_into_one_folder(tmp_path: Path) -> None:
 def test_only_known_rows_are_chosen() -> None:
     assert [row.key for row in chosen(["gap", "ce"], FULL)] == ["gap", "ce"]
     assert {row.key for row in ROWS} - {row.key for row in chosen([], QUICK)} == {
-        "wan_bytes", "rates", "steady", "own_share", "grams", "codecs", "unreliable",
+        "wan_bytes", "rates", "fresh", "steady", "own_share", "grams", "codecs", "unreliable",
     }  # fmt: skip
     with pytest.raises(BadInput, match=r"no row 'gab'.*choose among ce, gap"):
         chosen(["gab"], FULL)

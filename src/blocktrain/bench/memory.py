@@ -61,6 +61,8 @@ class Memory:
     neighbours_mib: float
     denoise_mib: float
     neighbours_mapped_mib: float
+    neighbours_resident_ratio: float
+    """With mapped files, on both sides."""
     parameters_per_block: int
     batch: int
     micro: int
@@ -85,7 +87,7 @@ def measure(
             run_child("prepare", case, folder)
             peaks[name] = run_child("train", case, folder)
     progress(len(peaks), len(cases))
-    whole = peaks["end_to_end"]["anonymous"]
+    whole, resident = (peaks["end_to_end"][kind] for kind in ("anonymous", "resident"))
     return Memory(
         neighbours_ratio=peaks["neighbours"]["anonymous"] / whole,
         denoise_ratio=peaks["denoise"]["anonymous"] / whole,
@@ -93,6 +95,7 @@ def measure(
         neighbours_mib=peaks["neighbours"]["anonymous"] / 2**20,
         denoise_mib=peaks["denoise"]["anonymous"] / 2**20,
         neighbours_mapped_mib=peaks["neighbours"]["mapped"] / 2**20,
+        neighbours_resident_ratio=peaks["neighbours"]["resident"] / resident,
         parameters_per_block=int(peaks["neighbours"]["parameters"]),
         batch=batch,
         micro=micro,
@@ -123,14 +126,14 @@ def prepare(case: Case, folder: Path) -> dict[str, float]:
 def train(case: Case, folder: Path) -> dict[str, float]:
     """Two local steps of one block from files, while a thread watches the memory."""
     shape = case.shape
-    baseline = anonymous()
-    peak = [baseline, 0.0]
+    start = memory_now()
+    peak = dict(start)
     over = threading.Event()
 
     def watch() -> None:
         while not over.is_set():
-            peak[0] = max(peak[0], anonymous())
-            peak[1] = max(peak[1], float(psutil.Process().memory_info().rss) - anonymous())
+            for kind, used in memory_now().items():
+                peak[kind] = max(peak[kind], used)
             time.sleep(POLL)
 
     watcher = threading.Thread(target=watch)
@@ -150,7 +153,13 @@ def train(case: Case, folder: Path) -> dict[str, float]:
     over.set()
     watcher.join()
     count = sum(value.size for value in snapshot.values())
-    return {"anonymous": peak[0] - baseline, "mapped": peak[1], "parameters": count}
+    return {kind: peak[kind] - start[kind] for kind in start} | {"parameters": float(count)}
+
+
+def memory_now() -> dict[str, float]:
+    """Bytes of this process in memory, by kind."""
+    resident, own = float(psutil.Process().memory_info().rss), anonymous()
+    return {"anonymous": own, "mapped": resident - own, "resident": resident}
 
 
 def anonymous() -> float:

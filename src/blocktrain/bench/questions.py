@@ -26,6 +26,7 @@ from blocktrain.bench.comparing import (
 from blocktrain.bench.costs import fetched_per_round, flops_of, moved_per_round
 from blocktrain.bench.scales import (
     Scale,
+    Sides,
     alike,
     best,
     changed,
@@ -138,9 +139,9 @@ def memory_ratio(book: Notebook, scale: Scale) -> Found:
     """Anonymous memory of a worker against the end-to-end trainer's."""
     [found] = book.read(bench("memory", *scale.memory))
     millions = found.result["parameters_per_block"] / 1e6
-    mapped = found.result["neighbours_mapped_mib"]
-    note = f"the second of four blocks of {millions:.0f} M parameters; {mapped:.0f} MiB of mapped"
-    note += " files, which the kernel may drop and read again, are not counted"
+    resident = found.result["neighbours_resident_ratio"]
+    note = f"the second of four blocks of {millions:.0f} M parameters. Mapped files, which the "
+    note += f"kernel may drop and read again, are not counted; with them it is {resident:.3f}"
     return Found([found.result["neighbours_ratio"]], note=note)
 
 
@@ -172,12 +173,23 @@ def staleness(book: Notebook, scale: Scale) -> Found:
     sides = tuned(book, scale)
     short = sides.blocks.pace.first_steps
     lengths = [(5, 0), (20, 0), (80, 0), (20, short), (80, short)]
-    runs = [changed(sides.blocks, local_steps=1, first_steps=0, steady=0.0, codec="fp32")]
-    runs += [changed(sides.blocks, local_steps=full, first_steps=first) for full, first in lengths]
-    runs = [sized(run, scale.trial) for run in runs]
-    reference = sized(sides.reference, scale.trial)
+    runs = [changed(sides.blocks, local_steps=full, first_steps=first) for full, first in lengths]
+    return beside_fresh(book, sides, runs, scale.trial)
+
+
+def fresh(book: Notebook, scale: Scale) -> Found:
+    """The same where depth pays: without vectors, and longer."""
+    sides = narrow(book, scale)
+    runs = [changed(sides.blocks, local_steps=full) for full in (20, 80)]
+    return beside_fresh(book, sides, runs, scale.deep)
+
+
+def beside_fresh(book: Notebook, sides: Sides, stale: list[Run], budget: int) -> Found:
+    """Rounds of some lengths, below neighbours that are fresh at every step."""
+    new = changed(sides.blocks, local_steps=1, first_steps=0, steady=0.0, codec="fp32")
+    runs = [sized(run, budget) for run in (new, *stale)]
     settings = ("local_steps", "first_steps", "steady", "rounds")
-    table = against(book, runs, reference, *settings)
+    table = against(book, runs, sized(sides.reference, budget), *settings)
     for line, run in zip(table, runs, strict=True):
         line["longest round"] = run.pace.steps.of(run.pace.rounds)
     return Found(table=table, note="first line: neighbours are exchanged after every step, in fp32")
@@ -385,7 +397,8 @@ def unreliable(book: Notebook, scale: Scale) -> Found:
         }
         for kind, each in zip(kinds, found, strict=True)
     ]
-    note = "four workers per block, equal rounds: slow workers and lost updates see fewer bytes"
+    note = "four workers per block, equal rounds: slow workers and lost updates see fewer bytes. "
+    note += "Unlike in a network, who is late makes all steps of the next round"
     return Found(table=table, note=note)
 
 
@@ -411,6 +424,8 @@ ROWS = (
     Row("gap_k8", "gap at eight blocks", gap_k8, NATS, "not stated", 0.06, 0.03),
     Row("rates", "Muon's rate: the grids", rates, quick=False),
     Row("staleness", "1. Staleness: local steps per round, and rounds that grow", staleness),
+    Row("fresh", "1. Fresh neighbours and rounds that grow, without vectors for runs of bytes",
+        fresh, quick=False),
     Row("steady", "1. How fast neighbours follow, a damped outer step, a long warm-up", steady,
         quick=False),
     Row("lookahead", "2. Lookahead: how many blocks downstream the loss is taken", lookahead),

@@ -62,7 +62,7 @@ def models(results: Results) -> str:
     wide, small = results.headline["shape"], results.base["shape"]
     kinds = [
         ("`ce`, `gap`, `gap_h80`, `flops_ratio`, `composition`", wide, results.budget),
-        ("`gap_k8`, `blocks`", wide | {"width": small["width"]}, results.deep),
+        ("`gap_k8`, `blocks`, `fresh`", wide | {"width": small["width"]}, results.deep),
         ("all others, if they do not say otherwise", small, results.trial),
     ]
     lines = [
