@@ -79,14 +79,16 @@ class Row:
 
 
 def ce(book: Notebook, scale: Scale) -> Found:
-    """Blocks with one worker each; the audit of the first seed's model must pass."""
+    """Blocks with one worker each; the audit of every seed's model must pass."""
     blocks = sized(headline(book, scale).blocks, scale.budget)
     runs = [changed(blocks, seed=seed) for seed in scale.seeds]
     book.labs(runs[0])
     book.of_model("audit", runs[0])  # before other seeds: its model may be gone another day
     found = book.labs(*runs)
+    for run in runs[1:]:
+        book.of_model("audit", run)
     millions = found[0].result["parameters"] / 1e6
-    note = f"{millions:.1f} M parameters, {mb(found[0])} seen, audit passed"
+    note = f"{millions:.1f} M parameters, {mb(found[0])} seen, audits passed"
     curves = {"blocks": curve(found[0])}
     return Found([each.result["ce"] for each in found], curves=curves, note=note)
 
