@@ -97,7 +97,7 @@ def section(results: Results) -> str:
     parts = [PAPER, numbers(results.rows), notes(results.rows)]
     if results_picture.CURVES in results_picture.drawn(results):
         parts.append(f"![CE against bytes seen](docs/{results_picture.CURVES})")
-    parts += [default_gap(results)] if default_gap(results) else []
+    parts += default_gap(results)
     parts.append(
         "[docs/results.md](docs/results.md) has every table, model, command, seed and hour, "
         "`docs/records` what each command came to "
@@ -108,20 +108,17 @@ def section(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def default_gap(results: Results) -> str:
+def default_gap(results: Results) -> list[str]:
     """How far behind the model is that users get: it is not the headline's."""
     row, pace = results.row("staleness"), results.base["pace"]
-    lines = row.table if row else []
-    names = ("local_steps", "first_steps")
-    for line in lines:
-        if all(line[name] == pace[name] for name in names):
-            return (
-                "The default model, which `make run` trains, is smaller and has vectors for runs "
-                f"of bytes ({vectors(results.base['shape'])}); with them blocks end "
-                f"{line['gap']:.3f} behind end to end ({line['MB seen']:.2f} MB, one seed). `ce` "
-                "and `gap` are of a wider model without them."
-            )
-    return ""
+    return [
+        "The default model, which `make run` trains, is smaller and has vectors for runs of bytes "
+        f"({vectors(results.base['shape'])}); with them blocks end {line['gap']:.3f} behind end to "
+        f"end ({line['MB seen']:.2f} MB, one seed). `ce` and `gap` are of a wider model without "
+        "them."
+        for line in (row.table if row else [])
+        if all(line[name] == pace[name] for name in ("local_steps", "first_steps"))
+    ]
 
 
 def with_section(text: str, results: Results) -> str:
