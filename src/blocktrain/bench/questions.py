@@ -152,11 +152,11 @@ def memory_ratio(book: Notebook, scale: Scale) -> Found:
 
 def rates(book: Notebook, scale: Scale) -> Found:
     """What each side came to at each rate of its grid."""
-    short, narrow = table_tries(scale), narrow_tries(scale)
+    tables, wide = table_tries(scale), narrow_tries(scale)
     grids = {
-        "the tables' blocks": [each.blocks for each in short],
-        "the tables' reference": [each.reference for each in short],
-        "the headline's reference, narrow": [each.reference for each in narrow],
+        "the tables' blocks": [each.blocks for each in tables],
+        "the tables' reference": [each.reference for each in tables],
+        "the headline's reference, narrow": [each.reference for each in wide],
     }
     runs = [sized(run, scale.trial) for each in grids.values() for run in each]
     found = iter(book.labs(*runs))
