@@ -100,7 +100,11 @@ class Lab:
             while now.round < self.run.pace.rounds:
                 self.watch.steps(*self.steps_done(now.round))
                 after = self.advance(now)
-                now = self.noted(after) if self.is_noted(after.round) else after
+                if self.is_noted(after.round):
+                    now = self.measured(after)
+                    self.watch.noted(now.history[-1])  # told when it is kept, not before
+                else:
+                    now = after
                 if time.monotonic() - last > SAVE_EVERY:
                     save(now, self.folder, self.identity)
                     last = time.monotonic()
@@ -225,7 +229,7 @@ class Lab:
         steps, rounds = self.run.pace.steps, self.run.pace.rounds
         return steps.before(number + 1), steps.before(rounds + 1)
 
-    def noted(self, now: Standings) -> Standings:
+    def measured(self, now: Standings) -> Standings:
         """The same with CE of a sample of the valid split in its history."""
         score = evaluate(self.assemble(now), self.corpus.valid[:SAMPLE])
         row = {
@@ -236,7 +240,6 @@ class Lab:
             "losses": [round(loss, 4) for loss in now.losses],
             "core_seconds": round(now.core_seconds, 1),
         }
-        self.watch.noted(row)
         return replace(now, history=[*now.history, row])
 
     def resume(self) -> Standings:
