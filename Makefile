@@ -35,12 +35,12 @@ reference: $(VENV)/.ready  ## train the reference line of `make run`'s plot agai
 	$(BIN)/blocktrain lab --blocks 1 --layers 4 --rounds 40 --first-steps 0 --codec fp32 --out runs/reference
 	cp runs/reference/history.jsonl docs/reference.jsonl
 
-models: $(VENV)/.ready  ## train the small model and the judge of the serving tests again (models/)
-	$(BIN)/blocktrain lab --rounds 127 --reference --out runs/bar
+models: $(VENV)/.ready  ## train the small model and the judge of the serving tests again (models/); single bytes keep them small
+	$(BIN)/blocktrain lab --grams 1 --matrix 0.02 --rounds 127 --reference --out runs/models
 	rm -f models/small/* models/judge/*
-	cp runs/bar/manifest.json runs/bar/block-*.safetensors models/small/
+	cp runs/models/manifest.json runs/models/block-*.safetensors models/small/
 	$(BIN)/blocktrain refit models/small --blocks 1-2
-	cp runs/bar/reference/manifest.json runs/bar/reference/block-*.safetensors models/judge/
+	cp runs/models/reference/manifest.json runs/models/reference/block-*.safetensors models/judge/
 
 whole: $(VENV)/.ready  ## train the model that `bench wan` generates whole texts with (runs/whole); 13 core-minutes
 	$(BIN)/blocktrain lab --objective denoise --window 512 --batch 4 --span 384 --masked-share 0.75 --rounds 80 --first-steps 0 --out runs/whole

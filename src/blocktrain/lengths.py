@@ -1,7 +1,7 @@
 """How long rounds are: they may start short and grow.
 
 Blocks change most at first, and no neighbour should miss more than a small part of all that was
-learnt. Once much is behind, long rounds cost nothing (LOG.md, 2026-11-16).
+learnt. Once much is behind, long rounds cost little (docs/results.md, `staleness`).
 """
 
 from bisect import bisect_left

@@ -89,7 +89,7 @@ def result(seen: Look, scale: Scale, folder: Path) -> Result:
         paper=row.paper,
         bar=row.bar if scale.judged else None,
         goal=row.goal if scale.judged else None,
-        care=row.care,
+        care=row.care if scale.judged else "",
         commands=[" ".join(["blocktrain", *step.command(place)]) for step in seen.steps],
     )
     if found is None:

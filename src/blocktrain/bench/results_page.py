@@ -52,7 +52,8 @@ def introduction(results: Results) -> str:
         "A reference is trained end to end on the same bytes in the same order, with the same "
         "optimiser, and averages its weights as the run it is compared with; its rounds are of the "
         "usual length. Rounds are whole, so bytes may differ a little: tables tell them. A value "
-        "is the mean over its seeds, its spread the highest less the lowest. What was tried "
+        "is the mean over its seeds, its spread the highest less the lowest. Core-hours of a row "
+        "are those of all runs it looks at; rows share runs. What was tried "
         f"without a row of its own is in the project's lab book, LOG.md.\n\n{PAPER}"
     )
 
@@ -60,9 +61,11 @@ def introduction(results: Results) -> str:
 def models(results: Results) -> str:
     """What is trained in which rows, and on how much."""
     wide, small = results.headline["shape"], results.base["shape"]
+    narrow, most = wide | {"width": small["width"]}, results.budget
     kinds = [
-        ("`ce`, `gap`, `gap_h80`, `flops_ratio`, `composition`", wide, results.budget),
-        ("`gap_k8`, `blocks`, `fresh`", wide | {"width": small["width"]}, results.deep),
+        ("`ce`, `gap`, `gap_h80`, `flops_ratio`, `wide_rates`, `composition`", wide, most),
+        ("`gap_k8`, `blocks`, `depth`", narrow, results.deep),
+        ("`denoise_deep`", narrow, results.trial),
         ("all others, if they do not say otherwise", small, results.trial),
     ]
     lines = [
@@ -80,9 +83,9 @@ def models(results: Results) -> str:
         "The last line's model is the default of `lab`, `train` and `make run`. Muon's rate comes "
         f"from grids (`rates`), tried in runs of {results.trial / 1e6:g} MB at width "
         f"{small['width']}: where there are vectors, each side has the rate that is best for it, "
-        "elsewhere both have the reference's, which was not tuned again for larger models or "
-        "longer runs. Tables are of one seed: small differences say little, and how much there is "
-        "to lose by blocks tells `denoise`, where one layer stands beside all of them."
+        "elsewhere both have the reference's (`wide_rates` tells whether it holds for larger "
+        "models and longer runs). Tables are of one seed: small differences say little, and how "
+        "much blocks can lose is told by `denoise`, where one layer stands beside all of them."
     )
 
 

@@ -1,6 +1,7 @@
 """The pictures of a reproduction, each drawn only if there is something measured to draw."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from blocktrain.bench.comparing import Table
 from blocktrain.bench.results import Results
 
 BLOCKS, ALIKE, END_TO_END, DILOCO = "#0b6e4f", "#8cbfae", "#333333", "#b08900"
-CURVES, CREWS, FRONTIER = "results-curves.png", "results-crews.png", "results-frontier.png"
+CURVES, CREWS = "results-curves.png", "results-crews.png"
+FRONTIER, EACH = "results-frontier.png", "results-frontier-each.png"
 STALENESS, CUTS = "results-staleness.png", "results-blocks.png"
 SAMPLE = "CE, nats per byte (64 KiB sample of valid)"
 MANY = 4  # lines; the legend of more stands beside the picture, where it covers none
-MARKS = "osD^vP"
+MARKS = "osD^vPX*"
 """One mark for each line of a family, in the order of its table; and one style."""
-STYLES = ("-", "--", "-.", ":", (0, (1, 4)), (0, (6, 4)))
+STYLES = ("-", "--", "-.", ":")
 
 
 def drawn(results: Results) -> dict[str, str]:
@@ -28,7 +30,8 @@ def drawn(results: Results) -> dict[str, str]:
     needs = {
         CURVES: ("CE against bytes seen, one worker per block", ("ce", "gap")),
         CREWS: ("CE against bytes seen, several workers per block", ("replicas", "diloco")),
-        FRONTIER: ("CE against bytes moved", ("replicas", "diloco", "codecs")),
+        FRONTIER: ("CE against bytes moved by all workers", ("replicas", "diloco", "codecs")),
+        EACH: ("CE against bytes moved by each worker", ("replicas", "diloco", "codecs")),
         STALENESS: ("Gap against local steps per round", ("staleness",)),
         CUTS: ("Gap against the number of blocks", ("blocks",)),
     }
@@ -40,7 +43,8 @@ def draw(results: Results, folder: Path) -> list[Path]:
     painters: dict[str, Callable[[Axes, Results], None]] = {
         CURVES: curves,
         CREWS: crews,
-        FRONTIER: frontier,
+        FRONTIER: partial(frontier, column="MB moved", whose="all workers"),
+        EACH: partial(frontier, column="by each worker", whose="each worker"),
         STALENESS: staleness,
         CUTS: cuts,
     }
@@ -75,7 +79,8 @@ def curves(axes: Axes, results: Results) -> None:
 
 
 def crews(axes: Axes, results: Results) -> None:
-    """CE against bytes seen: blocks, and workers that hold the whole model; one is end to end."""
+    """CE against bytes seen: blocks, and workers that hold the whole model; one is end to end. The
+    first lines of each table: others meet less often, or step otherwise."""
     for key, colour in (("replicas", BLOCKS), ("diloco", DILOCO)):
         for style, (name, points) in zip(STYLES, lines_of(results, key).items(), strict=False):
             one = key == "diloco" and "replicas: 1" in name
@@ -85,7 +90,7 @@ def crews(axes: Axes, results: Results) -> None:
     axes.set_ylabel(SAMPLE)
 
 
-def frontier(axes: Axes, results: Results) -> None:
+def frontier(axes: Axes, results: Results, column: str, whose: str) -> None:
     """CE against bytes moved, along each run: blocks and DiLoCo on the same axes."""
     shown = set[str]()
     for key, colour in (("replicas", BLOCKS), ("diloco", DILOCO), ("codecs", ALIKE)):
@@ -96,12 +101,12 @@ def frontier(axes: Axes, results: Results) -> None:
             if name in shown:
                 continue
             shown.add(name)
-            per_byte = entry["MB moved"] * 1e6 / points[-1][0]
+            per_byte = entry[column] * 1e6 / points[-1][0]
             moved = [(seen * per_byte, sample) for seen, sample in points]
             line(axes, moved, name, color=colour, marker=mark, markersize=4, alpha=0.9)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("MB moved by all workers")
+    axes.set_xlabel(f"MB moved by {whose}")
     axes.set_ylabel(SAMPLE)
 
 
@@ -111,9 +116,9 @@ def staleness(axes: Axes, results: Results) -> None:
     assert row is not None
     alike = [entry for entry in row.table if not entry["first_steps"]]
     growing = [entry for entry in row.table if entry["first_steps"]]
-    gaps(axes, alike, "local_steps", "blocks, all rounds alike", color=ALIKE, marker="s")
-    gaps(axes, growing, "local_steps", "blocks, rounds that grow to this length", below=True)
-    against_zero(axes, row.table, "local_steps", "local steps per round, equal bytes")
+    gaps(axes, alike, "longest round", "blocks, all rounds alike", color=ALIKE, marker="s")
+    gaps(axes, growing, "longest round", "blocks, rounds that grow to this length", below=True)
+    against_zero(axes, alike, "longest round", "local steps per round, equal bytes")
 
 
 def cuts(axes: Axes, results: Results) -> None:

@@ -130,6 +130,27 @@ def sides(scale: Scale, blocks: Run, ours: float, theirs: float) -> Sides:
     )
 
 
+def crew(run: Run, scale: Scale, count: int) -> Run:
+    """So many workers per block, who share what one has for a step, and meet often."""
+    shared = changed(run, replicas=count, batch=scale.shared_batch // count, first_steps=0)
+    return with_rounds_of(scale.crew_steps, shared, scale)
+
+
+def with_rounds_of(steps: int, run: Run, scale: Scale) -> Run:
+    """The same with another number of local steps."""
+    return sized(changed(run, local_steps=steps), scale.trial)
+
+
+def cuts(book: Notebook, scale: Scale, *counts: int) -> tuple[list[Run], Run]:
+    """One deep model cut into so many blocks, and whole."""
+    sides = narrow(book, scale)
+    runs = [
+        sized(changed(sides.blocks, blocks=count, layers=scale.depth // count), scale.deep)
+        for count in counts
+    ]
+    return runs, sized(changed(sides.reference, layers=scale.depth), scale.deep)
+
+
 def best_rates(book: Notebook, scale: Scale) -> tuple[float, float]:
     """The rate of the grid that serves blocks best, and the one that serves the reference best.
 
@@ -173,7 +194,7 @@ SMALL = changed(Run(), local_steps=20, width=64, heads=1, window=128, gram_rows=
 QUICK = Scale(
     name="quick",
     folder="runs/reproduce-quick",
-    headline=SMALL,
+    headline=changed(SMALL, grams=1),
     base=SMALL,
     budget=163_840,  # rounds are whole, and growing ones end a little later: up to 7 % more bytes
     trial=81_920,
