@@ -52,19 +52,13 @@ class Task:
     """Longest masked span (denoise)."""
     empty_share: float = 0.0
     """Share of the samples that get no noisy code, as the honest readout begins (denoise)."""
-    chained_share: float = 0.0
-    """Share of the samples whose code is what the blocks before make of nothing (denoise)."""
-    feature_noise: float = 0.0
-    """Noise on what comes from upstream, as a part of its size (neighbours)."""
 
     def __post_init__(self) -> None:
         if self.lookahead < 0:
             raise BadConfig(f"lookahead is {self.lookahead}; it must be 0 or more.")
-        for name in ("own_share", "masked_share", "empty_share", "chained_share"):
+        for name in ("own_share", "masked_share", "empty_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be from 0 to 1.")
-        if self.feature_noise < 0:
-            raise BadConfig(f"feature_noise is {self.feature_noise}; it must be 0 or more.")
         if self.span < 2:
             raise BadConfig(f"span is {self.span}; it must be at least 2.")
 
@@ -107,8 +101,7 @@ def objective_for(
     Who trains several blocks on the same batches gives what `streams` said of each batch.
     """
     if recipe.shape.objective == "denoise":
-        before = neighbours[:index] if recipe.task.chained_share else []
-        return Denoise(index, recipe.shape, recipe.task, recipe.noise, before)
+        return Denoise(index, recipe.shape, recipe.task, recipe.noise)
     seen = neighbours[index + 1 : index + 1 + recipe.task.lookahead]
     downstream = [load().requires_grad_(False) for load in seen]  # gradients only pass through
     features = None if known is None or not index else [batch[index - 1] for batch in known]
@@ -118,7 +111,7 @@ def objective_for(
 def watched(index: int, recipe: Recipe) -> list[int]:
     """The blocks whose steady copies the objective of block `index` opens."""
     if recipe.shape.objective == "denoise":
-        return list(range(index)) if recipe.task.chained_share else []
+        return []
     last = min(index + 1 + recipe.task.lookahead, recipe.shape.blocks)
     return [each for each in range(last) if each != index]
 
@@ -172,10 +165,7 @@ class Neighbours:
     def loss(self, block: Block, rows_BT1: Tensor, features: Tensor | None, key: int) -> Tensor:
         """CE at the furthest head in sight, and a share of it at the block's own."""
         sight = causal_sight(self.shape, rows_BT1.shape[1] - 1, rows_BT1.device)
-        if features is None:
-            hidden_BTD = block.enter(rows_BT1[:, :-1], sight)
-        else:
-            hidden_BTD = noised(features, self.task.feature_noise, key)
+        hidden_BTD = block.enter(rows_BT1[:, :-1], sight) if features is None else features
         hidden_BTD = block(hidden_BTD, sight)
         own = cross_entropy(block.head(hidden_BTD), rows_BT1)
         if not self.downstream:
@@ -185,16 +175,6 @@ class Neighbours:
             hidden_BTD = again_later(copy, hidden_BTD, sight) if twice else copy(hidden_BTD, sight)
         far = cross_entropy(self.downstream[-1].head(hidden_BTD), rows_BT1)
         return self.task.own_share * own + (1 - self.task.own_share) * far
-
-
-def noised(features_BTD: Tensor, part: float, key: int) -> Tensor:
-    """With noise of a part of their size."""
-    if not part:
-        return features_BTD
-    random = torch.Generator().manual_seed(key)
-    noise_BTD = torch.randn(features_BTD.shape, generator=random).to(features_BTD.device)
-    size_BT1 = features_BTD.square().mean(-1, keepdim=True).sqrt()
-    return features_BTD + part * size_BT1 * noise_BTD
 
 
 def activations(shape: Shape, rows: int) -> int:
@@ -250,7 +230,6 @@ class Denoise:
     shape: Shape
     task: Task
     noise: Noise
-    upstream: Sequence[Loader] = ()
 
     def prepare(self, rows: Iterator[Tensor], micro: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Nothing comes from upstream."""
@@ -270,28 +249,11 @@ class Denoise:
         told_B = torch.rand(len(rows_BT1), generator=random) >= self.task.empty_share
         z_BTM *= told_B[:, None, None].to(rows_BT1.device)
         sight = causal_sight_of(self.shape, tokens_BT)
-        if self.task.chained_share:
-            chosen_B = torch.rand(len(rows_BT1), generator=random) < self.task.chained_share
-            chosen_B = chosen_B.to(rows_BT1.device)
-            at = self.noise.chain(self.shape.blocks)[self.index]
-            sigma_B = torch.where(chosen_B, at, sigma_B)
-            z_BTM = torch.where(chosen_B[:, None, None], self.honest_z(tokens_BT, sight), z_BTM)
         tokens_BT, sight = mask_spans(tokens_BT, spans, sight, shown_BT)
         logits = denoise(block, self.noise, tokens_BT, z_BTM, sigma_B, sight)
         # A byte shown inside a span is seen by the position that would have to find it.
         targets_BT = targets_BT.masked_fill(shown_BT.roll(-1, dims=1), UNASKED)
         return F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten(), ignore_index=UNASKED)
-
-    @torch.no_grad()
-    def honest_z(self, tokens_BT: Tensor, sight: Sight) -> Tensor:
-        """What this block finds in the honest readout, by copies of those before it."""
-        sigmas = self.noise.chain(self.shape.blocks)
-        z_BTM = torch.zeros(*tokens_BT.shape, VOCABULARY, device=tokens_BT.device)
-        for number, load in enumerate(self.upstream):
-            sigma_B = torch.full((len(tokens_BT),), sigmas[number], device=tokens_BT.device)
-            logits = denoise(load(), self.noise, tokens_BT, z_BTM, sigma_B, sight)
-            z_BTM = self.noise.euler(z_BTM, logits, sigmas[number], sigmas[number + 1])
-        return z_BTM
 
 
 def causal_sight_of(shape: Shape, tokens_BT: Tensor) -> Sight:
