@@ -32,6 +32,7 @@ from blocktrain.cli import build
 from blocktrain.commands.reproduce import told
 from blocktrain.disk import lock, write_atomically
 from blocktrain.errors import BadInput, BadRun, BlockTrainError
+from blocktrain.learning.files import MANIFEST
 from blocktrain.learning.local import Start, Work, parameters_of, train_locally
 from blocktrain.learning.model import new_block
 from blocktrain.learning.objective import Loader, objective_for
@@ -75,6 +76,8 @@ def measured(folder: Path, ce: Callable[[Step], float]) -> Callable[[Step], Reco
         history = [(seen, end + (1280 - seen) / 1280) for seen in range(128, 1281, 128)]
         record = Record(step.name, result, history, 36.0, 2, "abc", "2026-11-16", "float32")
         write_atomically(folder / f"{step.name}.json", msgspec.json.encode(record))
+        (folder / step.name).mkdir(exist_ok=True)
+        (folder / step.name / MANIFEST).touch()
         return record
 
     return carry_out
@@ -507,6 +510,27 @@ def test_records_of_another_machine_are_gone_on_from(tmp_path: Path) -> None:
     (tmp_path / "docs" / "records" / "x.json").write_bytes(b"{")
     with pytest.raises(BadRun, match=r"x\.json is damaged"):
         adopt(tmp_path / "docs" / "records", tmp_path / "another")
+
+
+def test_a_model_that_is_gone_is_made_again_for_its_audit(tmp_path: Path) -> None:
+    """A fresh clone has records and no models; a record alone is enough where nothing else is."""
+    row = next(row for row in ROWS if row.key == "gap_k8")
+    done: list[str] = []
+    carry_out = measured(tmp_path / "elsewhere", by_kind)
+
+    def noted(step: Step) -> Record:
+        done.append(step.name)
+        return carry_out(step)
+
+    measure([row], TINY, tmp_path / "runs", measured(tmp_path / "runs", by_kind))
+    [audit] = (tmp_path / "runs").glob("audit-*.json")
+    keep(tmp_path / "runs", tmp_path / "records")
+    adopt(tmp_path / "records", tmp_path / "whole")
+    assert look(row, TINY, tmp_path / "whole").found is not None
+    (tmp_path / "records" / audit.name).unlink()
+    adopt(tmp_path / "records", tmp_path / "elsewhere")
+    assert measure([row], TINY, tmp_path / "elsewhere", noted) == {}
+    assert done == [audit.stem.removeprefix("audit-"), audit.stem]
 
 
 def test_readme_and_page_are_what_results_json_says() -> None:

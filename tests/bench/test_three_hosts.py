@@ -23,7 +23,7 @@ from blocktrain.console import Output
 from blocktrain.errors import BadRun
 from blocktrain.learning.data import open_corpus
 from blocktrain.learning.evaluate import evaluate
-from blocktrain.learning.files import from_parameters
+from blocktrain.learning.files import from_parameters, load_model
 from blocktrain.learning.model import Shape
 from blocktrain.services import children
 from blocktrain.services.begin import Settings, Timing, begin
@@ -95,6 +95,7 @@ def test_a_tiny_run_across_a_wan_tells_what_it_came_to(
     untrained = from_parameters(settings.shape, settings.noise, first)
     assert found["ce_start"] == evaluate(untrained, text).ce
     assert found["ce"] == evaluate(model, text).ce < found["ce_start"]
+    assert evaluate(load_model(tmp_path / "out"), text).ce == found["ce"]
     assert found["parameters"] == model.parameters
     assert found["rounds"] == 4
     assert len({(each.block, each.round) for each in receipts if each.verdict == "taken"}) == 8

@@ -16,7 +16,7 @@ def audited(book: Notebook, *runs: Run) -> list[Record]:
     """What runs came to; there is no record of an audit that did not pass."""
     found = book.labs(*runs)
     for run in runs:
-        book.of_model("audit", run)
+        book.of_model("audit", book.lab(run))
     return found
 
 
@@ -63,19 +63,22 @@ def gap_h80(book: Notebook, scale: Scale) -> Found:
 def six_workers_extra(book: Notebook, scale: Scale) -> Found:
     """Two lines of the table about replicas, for which the others need not be there."""
     blocks = tuned(book, scale).blocks
-    one, six = book.labs(*(crew(blocks, scale, count) for count in (1, 6)))
-    batches = f"at a batch of {scale.base.pace.batch}, not again at {scale.shared_batch}"
-    return Found([less(six, one)], note=f"{two(six, one, 'one')}; rates were tuned {batches}")
+    one, six = audited(book, *(crew(blocks, scale, count) for count in (1, 6)))
+    note = f"{two(six, one, 'one')}, audits passed; rates were tuned at a batch of "
+    note += f"{scale.base.pace.batch}, not again at {scale.shared_batch}"
+    return Found([less(six, one)], note=note)
 
 
 def wan_bytes(book: Notebook, scale: Scale) -> Found:
     """Bytes at the workers' sockets until CE of a sample was 1.811."""
-    [found] = book.read(three_hosts(changed(scale.base, **WAN)))
+    step = three_hosts(changed(scale.base, **WAN))
+    [found] = book.read(step)
+    book.of_model("audit", step)
     moved = found.result[f"bytes_moved_to_{PAPER_CE}"]
     note = f"CE {found.result['ce']:.3f} of the test split in the end, for "
     note += f"{found.result['bytes_moved'] / 1e6:.1f} MB; {WAN['grams'] - 1} x "
     note += f"{WAN['gram_rows']:,} vectors for runs of bytes, "
-    note += f"{found.result['parameters'] / 1e6:.1f} M parameters"
+    note += f"{found.result['parameters'] / 1e6:.1f} M parameters, audit passed"
     return Found([] if moved is None else [moved], note=note)
 
 
@@ -111,6 +114,7 @@ def gap_k8(book: Notebook, scale: Scale) -> Found:
     [run], reference = cuts(book, scale, 8)
     shallow = sized(narrow(book, scale).shallow, scale.deep)
     ours, theirs, one = book.labs(run, reference, shallow)
+    audited(book, run)
     depth = f"one layer end to end is {less(one, theirs):.3f} behind"
-    note = f"{two(ours, theirs)}, {times(run, reference)}; {depth}"
+    note = f"{two(ours, theirs)}, audit passed, {times(run, reference)}; {depth}"
     return Found([less(ours, theirs)], note=note)

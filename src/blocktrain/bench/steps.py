@@ -29,6 +29,7 @@ from blocktrain.bench.costs import flops_of
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadRun, BlockTrainError
 from blocktrain.learning import device
+from blocktrain.learning.files import MANIFEST
 from blocktrain.services.children import parent_alive
 from blocktrain.services.hardship import NONE, Hardship
 from blocktrain.services.lab import Watch
@@ -104,11 +105,20 @@ class Notebook:
 
     def labs(self, *runs: Run) -> list[Record]:
         """The records of these runs in the lab."""
-        return self.read(*(lab(run, self.data, notes=self.notes) for run in runs))
+        return self.read(*map(self.lab, runs))
 
-    def of_model(self, command: str, run: Run, *flags: str) -> Record:
-        """The record of a command on the model that a lab run made."""
-        return self.read(of_model(command, run, self.data, *flags))[0]
+    def lab(self, run: Run) -> Step:
+        """A run in the lab, on this text."""
+        return lab(run, self.data, notes=self.notes)
+
+    def of_model(self, command: str, made: Step, *flags: str) -> Record:
+        """The record of a command on the model that a step has made. Records outlive models: if
+        the model is needed and gone, it is made again."""
+        step = of_model(command, made, self.data, *flags)
+        self.asked[step.name] = step
+        if not self.path(step).exists() and not (self.folder / made.name / MANIFEST).exists():
+            raise Missing([made])
+        return self.read(step)[0]
 
     def path(self, step: Step) -> Path:
         """Where a step's record is."""
@@ -146,10 +156,10 @@ def text(data: str) -> tuple[str, ...]:
     return () if data == WIKITEXT else ("--data", data)
 
 
-def of_model(command: str, run: Run, data: str, *flags: str) -> Step:
-    """A command on the model that a lab run made."""
-    name = lab(run).name
-    return Step(f"{command}-{name}", (command, OUT + name, *text(data), *flags, "--json"))
+def of_model(command: str, made: Step, data: str, *flags: str) -> Step:
+    """A command on the model that a step has made."""
+    arguments = (command, OUT + made.name, *text(data), *flags, "--json")
+    return Step(f"{command}-{made.name}", arguments)
 
 
 def three_hosts(run: Run) -> Step:

@@ -167,7 +167,7 @@ def composition(book: Notebook, scale: Scale) -> Found:
     """The last head against the mean of heads, on one sample."""
     run = sized(headline(book, scale).blocks, scale.budget)
     book.labs(run)
-    found = samples(book.of_model("evaluate", run, "--readouts"))
+    found = samples(book.of_model("evaluate", book.lab(run), "--readouts"))
     return Found(table=[{"readout": name, "ce": ce} for name, ce in found])
 
 
@@ -238,7 +238,7 @@ def denoise(book: Notebook, scale: Scale) -> Found:
     sides = tuned(book, scale)
     noisy = noisiest(book, scale, sides, scale.grid)
     table = beside_noise(book, scale, sides, noisy)
-    readouts = book.of_model("evaluate", noisy, "--readouts")
+    readouts = book.of_model("evaluate", book.lab(noisy), "--readouts")
     table += [
         {"readout": f"denoise, {name}", "M parameters": None, "ce": ce, "gap": None}
         for name, ce in samples(readouts)

@@ -11,6 +11,7 @@ OUT/run/             the run's folder (aggregation/folder.py)
 OUT/worker-N/        one worker each
 OUT/NAME.log         what each process said
 OUT/history.jsonl    CE of a sample as the owner measured it, and the bytes moved by then
+OUT/manifest.json, block-*    the model of the last round
 """
 
 import itertools
@@ -18,7 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from blocktrain.disk import write_atomically
 from blocktrain.errors import BadRun
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.evaluate import evaluate
-from blocktrain.learning.files import from_parameters
+from blocktrain.learning.files import from_parameters, save_model
 from blocktrain.learning.local import parameters_of
 from blocktrain.learning.model import Model, new_block
 from blocktrain.services import children
@@ -112,6 +113,7 @@ def measure(
         history, moved = noted(ledger, folder), moved_by_workers(ledger)
     seconds = time.monotonic() - began
     settings, model = from_folder(run)
+    save_model(model, folder, {"run": asdict(settings), "data": trial.data})
     ce_start, ce = (evaluate(each, corpus.test).ce for each in (untrained(settings), model))
     rounds = settings.pace.rounds
     return {
