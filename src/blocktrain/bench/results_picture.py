@@ -1,6 +1,6 @@
 """The pictures of a reproduction, each drawn only if there is something measured to draw."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ FRONTIER, EACH = "results-frontier.png", "results-frontier-each.png"
 STALENESS, CUTS = "results-staleness.png", "results-blocks.png"
 SAMPLE = "CE, nats per byte (64 KiB sample of valid)"
 MANY = 4  # lines; the legend of more stands beside the picture, where it covers none
-MARKS = "osD^vPX*"
-"""One mark for each line of a family, in the order of its table; and one style."""
 STYLES = ("-", "--", "-.", ":")
 
 
@@ -91,23 +89,45 @@ def crews(axes: Axes, results: Results) -> None:
 
 
 def frontier(axes: Axes, results: Results, column: str, whose: str) -> None:
-    """CE against bytes moved, along each run: blocks and DiLoCo on the same axes."""
-    shown = set[str]()
-    for key, colour in (("replicas", BLOCKS), ("diloco", DILOCO), ("codecs", ALIKE)):
-        row = results.row(key)
-        if row is None:
+    """CE against bytes moved, each run a point: blocks and DiLoCo on the same axes. A line joins
+    those of a family that none of it beats in both."""
+    for keys, words, colour in (
+        (("replicas", "codecs"), "blocks", BLOCKS),
+        (("diloco",), "DiLoCo: each worker holds the whole model", DILOCO),
+    ):
+        rows = filter(None, map(results.row, keys))
+        points = {
+            worded(entry): (entry[column], entry["ce"]) for row in rows for entry in row.table
+        }
+        if not points:
             continue
-        for mark, entry, (name, points) in zip(MARKS, row.table, row.curves.items(), strict=False):
-            if name in shown:
-                continue
-            shown.add(name)
-            per_byte = entry[column] * 1e6 / points[-1][0]
-            moved = [(seen * per_byte, sample) for seen, sample in points]
-            line(axes, moved, name, color=colour, marker=mark, markersize=4, alpha=0.9)
+        axes.plot(*zip(*points.values(), strict=True), "o", color=colour, markersize=5)
+        best = unbeaten(points.values())
+        axes.plot(*zip(*best, strict=True), color=colour, alpha=0.5, label=words)
+        for told, at in points.items():
+            axes.annotate(told, at, xytext=(5, 4), textcoords="offset points", fontsize=7,
+                          color=colour)  # fmt: skip
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(f"MB moved by {whose}")
-    axes.set_ylabel(SAMPLE)
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"MB moved by {whose} (workers x local steps per round; int4 if not told)")
+    axes.set_ylabel("CE, nats per byte (test)")
+
+
+def worded(entry: dict[str, Any]) -> str:
+    """How a run's workers met."""
+    told = f"{entry['workers per block']} x {entry['local steps']}"
+    codec = "" if entry["codec"] == "int4" else f", {entry['codec']}"
+    return told + codec + ("" if entry["outer step"].endswith("momentum 0") else ", outer step")
+
+
+def unbeaten(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those for which no other has both less."""
+    found: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if not found or y < found[-1][1]:
+            found.append((x, y))
+    return found
 
 
 def staleness(axes: Axes, results: Results) -> None:

@@ -181,9 +181,7 @@ def samples(readouts: Record) -> list[tuple[str, float]]:
 
 def replicas(book: Notebook, scale: Scale) -> Found:
     """Several workers per block."""
-    blocks = tuned(book, scale).blocks
-    far = with_rounds_of(scale.base.pace.local_steps, crew(blocks, scale, 1), scale)
-    return moving(book, "blocks", [*crews(blocks, scale), far])
+    return moving(book, "blocks", crews(tuned(book, scale).blocks, scale))
 
 
 def diloco(book: Notebook, scale: Scale) -> Found:
@@ -198,11 +196,12 @@ def diloco(book: Notebook, scale: Scale) -> Found:
 
 def crews(run: Run, scale: Scale) -> list[Run]:
     """1, 2 and 6 workers: the same bytes and steps, each with its part of a batch. Then six who
-    meet less often, averaged plainly and by DiLoCo's step."""
+    meet less often, averaged plainly and by DiLoCo's step, and one who does."""
     often = [crew(run, scale, count) for count in (1, 2, 6)]
     steps = (scale.base.pace.local_steps, 80)
     seldom = [with_rounds_of(each, often[-1], scale) for each in steps]
-    return [*often, *(each for far in seldom for each in (far, with_outer_step(far)))]
+    six = [each for far in seldom for each in (far, with_outer_step(far))]
+    return [*often, *six, with_rounds_of(steps[0], often[0], scale)]
 
 
 def with_outer_step(run: Run) -> Run:
