@@ -9,8 +9,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from blocktrain.aggregation.ledger import (
 )
 from blocktrain.aggregation.sqlite import SqliteLedger
 from blocktrain.aggregation.sqlite_file import MIGRATIONS
-from blocktrain.aggregation.sqlite_queries import SqliteTransaction
 from blocktrain.errors import BadInput, BadLedger, CannotSave, Contradiction
 from blocktrain.terms import Digest
 
@@ -225,8 +224,8 @@ class LedgerContract:
             lambda t: t.assign(replace(assignment(0), worker=stranger)),
         ]
         for act in acts:
-            with pytest.raises(Contradiction) as error:
-                ledger.write(act)
+            with pytest.raises(Contradiction) as error, ledger.transaction() as t:
+                act(t)
             sentence(error.value)
         with ledger.reading() as r:
             assert len(r.workers()) == 2
@@ -237,20 +236,20 @@ class LedgerContract:
             replace(receipt(0), bytes_trained=2**70),
             replace(receipt(0), reason="\udc80"),
         ):
-            with pytest.raises(BadInput) as error:
-                ledger.write(lambda t, bad=bad: t.give_receipt(bad))  # type: ignore[misc]
+            with pytest.raises(BadInput) as error, ledger.transaction() as t:
+                t.give_receipt(bad)
             sentence(error.value)
         for bad in (
             replace(receipt(0), bytes_trained=-1),
             replace(receipt(0), verdict="perhaps"),  # type: ignore[arg-type]
             replace(receipt(0), into_round=1, share=0.5),
         ):
-            with pytest.raises(Contradiction) as error2:
-                ledger.write(lambda t, bad=bad: t.give_receipt(bad))  # type: ignore[misc]
+            with pytest.raises(Contradiction) as error2, ledger.transaction() as t:
+                t.give_receipt(bad)
             sentence(error2.value)
         evaluation = Evaluation(NOW, (0, 0), float("nan"), 5, hash_of_token(TOKEN))
-        with pytest.raises(Contradiction):
-            ledger.write(lambda t: t.evaluated(evaluation))
+        with pytest.raises(Contradiction), ledger.transaction() as t:
+            t.evaluated(evaluation)
 
     def test_assignments_are_kept_as_they_were_given(
         self, ledger: Ledger, sentence: Sentence
@@ -278,7 +277,8 @@ class LedgerContract:
         with ledger.transaction() as t:
             assert t.give_receipt(first) == first
         again = replace(first, verdict="refused", reason="no", receipt=b"other words", worker=BEN)
-        assert ledger.write(lambda t: t.give_receipt(again)) == first
+        with ledger.transaction() as t:
+            assert t.give_receipt(again) == first
         with ledger.reading() as r:
             assert r.receipt(first.update) == first
             assert r.receipt(digest_of("none")) is None
@@ -391,8 +391,8 @@ class LedgerContract:
             lambda t: t.begin_block(version(2, 1)),
         ]
         for act in wrong:
-            with pytest.raises(Contradiction) as error:
-                ledger.write(act)
+            with pytest.raises(Contradiction) as error, ledger.transaction() as t:
+                act(t)
             sentence(error.value)
         with ledger.reading() as r:
             assert r.versions() == [version(0, 0), version(1, 0)]
@@ -445,16 +445,14 @@ class LedgerContract:
         with ledger.reading() as r:
             assert r.blobs_in_use(rounds=2) == kept
 
-    def test_many_writers_share_commits_and_each_is_told_the_truth(self, ledger: Ledger) -> None:
+    def test_many_writers_are_each_told_the_truth(self, ledger: Ledger) -> None:
         def act(number: int) -> Receipt | str:
-            def work(t: Transaction) -> Receipt:
-                given = t.give_receipt(receipt(number))
-                if number % 7 == 0:
-                    raise KeyError(number)
-                return given
-
             try:
-                return ledger.write(work)
+                with ledger.transaction() as t:
+                    given = t.give_receipt(receipt(number))
+                    if number % 7 == 0:
+                        raise KeyError(number)
+                    return given
             except KeyError as error:
                 return f"undone {error}"
 
@@ -469,15 +467,10 @@ class LedgerContract:
         assert anna is not None
         assert anna.updates == len(there)
 
-    def test_work_enqueued_before_the_end_is_done_and_none_after(
-        self, ledger: Ledger, reopen: Open, sentence: Sentence
-    ) -> None:
-        futures = [ledger.enqueue(lambda t, n=n: t.note("n", {}, n)) for n in range(50)]  # type: ignore[misc]
+    def test_nothing_begins_after_the_end(self, ledger: Ledger, sentence: Sentence) -> None:
         ledger.close()
         ledger.close()
-        assert all(future.done() for future in futures)
         acts: list[Callable[[], object]] = [
-            lambda: ledger.enqueue(lambda t: None),
             lambda: ledger.transaction().__enter__(),
             lambda: ledger.reading().__enter__(),
         ]
@@ -485,29 +478,6 @@ class LedgerContract:
             with pytest.raises(CannotSave) as error:
                 act()
             sentence(error.value)
-        again = reopen()
-        with again.reading() as r:
-            assert len(r.events()) == 50
-        again.close()
-
-    def test_who_stops_waiting_stops_nothing(self, ledger: Ledger) -> None:
-        """A request is cancelled when its client goes away."""
-        begun, go_on = threading.Event(), threading.Event()
-
-        def slow(t: Transaction) -> None:
-            begun.set()
-            go_on.wait(10)
-
-        first = ledger.enqueue(slow)
-        begun.wait(10)
-        cancelled = ledger.enqueue(lambda t: t.keep_state(b"cancelled"))
-        last: Future[int] = ledger.enqueue(lambda t: t.note("last", {}, NOW))
-        assert cancelled.cancel()
-        go_on.set()
-        assert last.result(10) == 1
-        assert first.done()
-        with ledger.reading() as r:
-            assert r.state() == b"0"
 
     def test_readers_see_whole_rounds_while_a_writer_writes(self, ledger: Ledger) -> None:
         over = threading.Event()
@@ -576,8 +546,8 @@ class LedgerContract:
             assert t.assignments(work.block, work.round) == [work]
             raise KeyError  # so that the next example begins anew
 
-        with pytest.raises(KeyError):
-            ledger.write(look)
+        with pytest.raises(KeyError), ledger.transaction() as t:
+            look(t)
 
 
 class TestSqliteLedger(LedgerContract):
@@ -646,64 +616,6 @@ def test_every_commit_is_synced(path: Path) -> None:
         assert ledger.writer.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
-def test_a_burst_on_a_slow_disk_needs_few_commits(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commits = 0
-    quick = SqliteLedger._commit
-
-    @contextmanager
-    def slow(self: SqliteLedger) -> Iterator[SqliteTransaction]:
-        nonlocal commits
-        commits += 1
-        with quick(self) as t:
-            yield t
-        time.sleep(0.1)  # a disk of the last century
-
-    monkeypatch.setattr(SqliteLedger, "_commit", slow)
-    with SqliteLedger(path) as ledger:
-        began = time.monotonic()
-
-        def give(number: int) -> Receipt:
-            return ledger.write(lambda t: t.give_receipt(receipt(number)))
-
-        with ThreadPoolExecutor(200) as pool:
-            given_ones = list(pool.map(give, range(200)))
-        took = time.monotonic() - began
-        with ledger.reading() as r:
-            assert r.receipts() == given_ones
-    assert commits <= 20
-    assert took < 5  # s; one after another they would take 20
-
-
-def test_a_commit_that_fails_is_told_to_all_who_share_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = SqliteLedger._commit
-    full = True
-
-    @contextmanager
-    def failing(self: SqliteLedger) -> Iterator[SqliteTransaction]:
-        with whole(self) as t:
-            yield t
-            if full:
-                raise CannotSave("The disk is full; free some space.")
-
-    monkeypatch.setattr(SqliteLedger, "_commit", failing)
-    with SqliteLedger(path) as ledger:
-        futures = [
-            ledger.enqueue(lambda t, n=n: t.give_receipt(receipt(n)))  # type: ignore[misc]
-            for n in range(20)
-        ]
-        for future in futures:
-            with pytest.raises(CannotSave):
-                future.result(10)
-        full = False
-        with ledger.reading() as r:
-            assert r.receipts() == []
-        assert ledger.write(lambda t: t.give_receipt(receipt(0))) == receipt(0)
-
-
 def test_two_processes_may_write(path: Path) -> None:
     """`blocktrain tokens issue`, while the coordinator runs."""
     with SqliteLedger(path) as one, SqliteLedger(path) as two:
@@ -724,8 +636,8 @@ def test_another_process_that_does_not_let_go(
     monkeypatch.setattr(sqlite_file, "PATIENCE", 0.05)
     with SqliteLedger(path) as one, SqliteLedger(path) as two, one.transaction() as t:
         t.keep_state(b"1")
-        with pytest.raises(CannotSave) as error:
-            two.write(lambda t: t.keep_state(b"2"))
+        with pytest.raises(CannotSave) as error, two.transaction():
+            pass
         sentence(error.value)
 
 
@@ -884,7 +796,8 @@ from blocktrain.aggregation.ledger import Receipt, Version
 from blocktrain.aggregation.sqlite import SqliteLedger
 
 ledger, turn = SqliteLedger(Path(sys.argv[1])), sys.argv[2]
-worker = ledger.write(lambda t: t.workers()[0].id)
+with ledger.reading() as r:
+    worker = r.workers()[0].id
 
 def say(line):
     os.write(1, line.encode() + bytes([10]))
@@ -894,7 +807,8 @@ def receipts(thread):
     while True:
         update = hashlib.sha256(f"{turn} {thread} {number}".encode()).hexdigest()
         receipt = Receipt(update, update, worker, 0, 1, thread, 10, "taken", "", b"s", b"r", 1.0)
-        ledger.write(lambda t: t.give_receipt(receipt))
+        with ledger.transaction() as t:
+            t.give_receipt(receipt)
         say(f"taken {update}")
         number += 1
 
@@ -965,7 +879,9 @@ ledger, written = SqliteLedger(folder / "ledger.db", create=True), 0
 
 def write():
     global written
-    ledger.write(lambda t: (t.note("kept", {"text": "x" * 20_000}, 1.0), t.keep_state(b"kept")))
+    with ledger.transaction() as t:
+        t.note("kept", {"text": "x" * 20_000}, 1.0)
+        t.keep_state(b"kept")
     written += 1
 
 def check():

@@ -3,10 +3,9 @@
 One row, one truth: a block's snapshot, steady, momentum and residual change together, in the one
 transaction that also gives the receipts their shares and keeps the state of the rounds.
 
-    with ledger.transaction() as t:                       one writer at a time
+    with ledger.transaction() as t:     one writer at a time
         t.close_round(version, shares, state)
-    receipt = ledger.write(lambda t: t.give_receipt(r))   many writers, one sync for all of them
-    with ledger.reading() as r:                           never waits, never blocks a writer
+    with ledger.reading() as r:         never waits, never blocks a writer
         r.newest(block)
 
 No method reads a clock: times come from the caller, in seconds since 1970.
@@ -14,12 +13,11 @@ No method reads a clock: times come from the caller, in seconds since 1970.
 
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NewType, Protocol, TypeVar
+from typing import Any, Literal, NewType, Protocol
 
 from blocktrain.terms import Digest
 
@@ -29,8 +27,6 @@ TokenHash = NewType("TokenHash", str)
 """sha256 of a token, as hex. The token itself is known only to whom it was given."""
 Role = Literal["owner", "worker"]
 Verdict = Literal["taken", "refused"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -295,24 +291,12 @@ class Ledger(Protocol):
         """Everything read within the block is of one moment."""
         ...
 
-    def enqueue(self, work: Callable[[Transaction], T]) -> "Future[T]":
-        """Does the work soon, on another thread; the future is done when the work is durable.
-
-        Many pieces of work share one commit. If a piece raises, it alone is undone. All others wait
-        while one works: it only writes down what was decided before.
-        """
-        ...
-
-    def write(self, work: Callable[[Transaction], T]) -> T:
-        """The same, waiting for it."""
-        ...
-
     def backup(self, path: Path) -> None:
         """A copy of this moment, in one file that can be opened like the original."""
         ...
 
     def close(self) -> None:
-        """Finishes what is enqueued."""
+        """Whoever writes comes to an end; nobody begins any more."""
         ...
 
 

@@ -8,42 +8,15 @@ import secrets
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 from blocktrain import disk
 from blocktrain.aggregation.ledger import Reading, Transaction
 from blocktrain.aggregation.sqlite_file import connect, errors_are_clear, prepare
 from blocktrain.aggregation.sqlite_queries import SqliteReading, SqliteTransaction
 from blocktrain.errors import BadLedger, CannotSave
-
-MOST_TOGETHER = 512  # pieces of work in one commit: a burst of 200 fits, and nobody waits for long
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Work that waits for its commit."""
-
-    work: Callable[[Transaction], Any]
-    done: "Future[Any]"
-
-    def attempt(self, t: SqliteTransaction) -> Callable[[], None]:
-        """Does the work, alone undone if it fails; what it returns tells whoever waits."""
-        try:
-            with t.whole():
-                value = self.work(t)
-        except Exception as error:
-            if not t.connection.in_transaction:  # the others' work is undone too
-                raise
-            return partial(self.done.set_exception, error)
-        return partial(self.done.set_result, value)
 
 
 class SqliteLedger:
@@ -55,10 +28,7 @@ class SqliteLedger:
         self.path = path
         self.closed = False
         self.turn = threading.RLock()  # whose turn it is to write; held while the disk syncs
-        self.door = threading.Condition()  # to the pieces; never held for long
         self.readers: deque[sqlite3.Connection] = deque()
-        self.pieces: deque[Piece] = deque()
-        self.committer = threading.Thread(target=self._commit_pieces, name="ledger", daemon=True)
         with errors_are_clear(path):
             self.writer = connect(path)
             try:
@@ -66,7 +36,6 @@ class SqliteLedger:
             except BaseException:
                 self.writer.close()
                 raise
-        self.committer.start()
 
     def __enter__(self) -> "SqliteLedger":
         return self
@@ -76,13 +45,8 @@ class SqliteLedger:
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        self._refuse_if_closed()
-        with self._commit() as t:
-            yield t
-
-    @contextmanager
-    def _commit(self) -> Iterator[SqliteTransaction]:
         with self.turn:
+            self._refuse_if_closed()
             with errors_are_clear(self.path):
                 self.writer.execute("BEGIN IMMEDIATE")
             t = SqliteTransaction(self.writer, self.path)
@@ -102,17 +66,6 @@ class SqliteLedger:
             finally:
                 connection.execute("ROLLBACK")
 
-    def enqueue(self, work: Callable[[Transaction], T]) -> "Future[T]":
-        done: Future[T] = Future()
-        with self.door:
-            self._refuse_if_closed()
-            self.pieces.append(Piece(work, done))
-            self.door.notify()
-        return done
-
-    def write(self, work: Callable[[Transaction], T]) -> T:
-        return self.enqueue(work).result()
-
     def backup(self, path: Path) -> None:
         part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         try:
@@ -127,36 +80,11 @@ class SqliteLedger:
             part.unlink(missing_ok=True)
 
     def close(self) -> None:
-        with self.door:
-            if self.closed:
-                return
-            self.closed = True
-            self.door.notify()
-        self.committer.join()
-        while self.readers:
-            self.readers.pop().close()
+        self.closed = True
         with self.turn:
+            while self.readers:
+                self.readers.pop().close()
             self.writer.close()
-
-    def _commit_pieces(self) -> None:
-        """Whatever came while the last commit was on its way to the disk goes into the next."""
-        while pieces := self._waiting():
-            self._commit_together([p for p in pieces if p.done.set_running_or_notify_cancel()])
-
-    def _waiting(self) -> list[Piece]:
-        """All that wait for a commit, as soon as one does; none when the ledger is closed."""
-        with self.door:
-            self.door.wait_for(lambda: self.pieces or self.closed)
-            return [self.pieces.popleft() for _ in range(min(len(self.pieces), MOST_TOGETHER))]
-
-    def _commit_together(self, pieces: list[Piece]) -> None:
-        try:
-            with self._commit() as t:
-                outcomes = [piece.attempt(t) for piece in pieces]
-        except BaseException as error:  # whatever it was, those who wait must know
-            outcomes = [partial(piece.done.set_exception, error) for piece in pieces]
-        for tell in outcomes:
-            tell()
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
