@@ -214,17 +214,6 @@ async def whole(
 
 
 @dataclass
-class Work:
-    """What one stage did for one text."""
-
-    traversals: int = 0
-    computed_ms: float = 0.0
-    waited_ms: float = 0.0
-    received: int = 0
-    """Bytes."""
-
-
-@dataclass
 class Report:
     """How a text came to be, added up over its traversals."""
 
@@ -239,8 +228,6 @@ class Report:
     sent: int = 0
     """Bytes on the wire, all hops and answers together."""
     replays: int = 0
-    stages: dict[str, Work] = field(default_factory=dict)
-    """In the order in which a text passes them."""
 
     def add(self, piece: Piece) -> None:
         """One traversal more."""
@@ -254,26 +241,11 @@ class Report:
             self.first_byte_s = self.seconds
         self.sent += said.sent
         self.replays += said.replayed
-        for hop in said.hops:
-            work = self.stages.setdefault(hop.stage, Work())
-            work.traversals += 1
-            work.computed_ms += hop.computed_ms
-            work.waited_ms += hop.waited_ms
-            work.received += hop.received
 
     @property
     def bytes_per_traversal(self) -> float:
         """What one traversal brought on average."""
         return self.bytes / self.traversals if self.traversals else 0.0
-
-    @property
-    def slowest(self) -> str | None:
-        """The stage that took longest, computing and waiting."""
-        return max(
-            self.stages,
-            key=lambda stage: self.stages[stage].computed_ms + self.stages[stage].waited_ms,
-            default=None,
-        )
 
 
 def generate(model: Model, prompt: bytes, sampling: Sampling) -> Iterator[int]:
