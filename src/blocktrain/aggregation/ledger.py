@@ -190,7 +190,7 @@ class Reading(Protocol):
         ...
 
     def combined(self, block: int, into_round: int) -> list[Receipt]:
-        """What a snapshot was made of, in the order it was added: by round and slot."""
+        """What a snapshot was made of, by round and slot; state.order says how it was added."""
         ...
 
     def tally(self) -> dict[int, tuple[int, int, int]]:

@@ -1,6 +1,7 @@
 """All that a coordinator must remember of a run's rounds, as plain data that fits into JSON."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 
 from blocktrain.aggregation.deadlines import Rules
 from blocktrain.aggregation.events import Combine, Part, Salvaged, Taken
+from blocktrain.aggregation.ledger import Receipt
 from blocktrain.terms import Digest
 
 
@@ -124,13 +126,15 @@ class Block(Record, frozen=True):
         return held | {each.slot for each in self.counted if each.round == self.round}
 
     def entering(self, round: int) -> list[Counted]:
-        """The updates that count for a round: its own in slot order, then the late ones."""
+        """The updates that count for a round, in the order in which they are added."""
+        counted = (each for each in self.counted if each.into == round)
+        return sorted(counted, key=partial(order, round))
 
-        def order(each: Counted) -> tuple[bool, int, str, str]:
-            late = each.into != each.round
-            return late, 0 if late else each.slot, each.worker, each.update
 
-        return sorted((each for each in self.counted if each.into == round), key=order)
+def order(into: int, each: Counted | Receipt) -> tuple[bool, int, str, str]:
+    """How a round adds updates: its own in slot order, then the late ones by worker and digest."""
+    late = each.round != into
+    return late, 0 if late else each.slot, each.worker, each.update
 
 
 class State(Record, frozen=True):

@@ -7,8 +7,8 @@ update and every snapshot must come out with the digest that the ledger has.
 
 import hashlib
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from blocktrain.aggregation import charter as charters
 from blocktrain.aggregation.charter import Charter
 from blocktrain.aggregation.combine import Kept, Part, combine
 from blocktrain.aggregation.ledger import Ledger, Reading, Receipt, Version
+from blocktrain.aggregation.state import order
 from blocktrain.errors import BadRun
 from blocktrain.learning.data import Corpus, Cursor, batches
 from blocktrain.learning.local import Start, parameters_of, train_locally
@@ -85,7 +86,8 @@ class Replay:
 
     def close(self, r: Reading, version: Version) -> None:
         """One round of one block: its updates, in the order they were added, and its snapshot."""
-        receipts = sorted(r.combined(version.block, version.round), key=in_order(version.round))
+        combined = r.combined(version.block, version.round)
+        receipts = sorted(combined, key=partial(order, version.round))
         parts = [self.update(r, receipt, version.round) for receipt in receipts]
         averaging, codec = self.charter.averaging, self.charter.codec
         self.kept[version.block] = combine(self.kept[version.block], parts, averaging, codec)
@@ -126,16 +128,6 @@ class Replay:
         change = tensors.decode(body, codec, self.charter.shapes(told.block))
         factor = self.charter.rules.discount ** (into - told.round)
         return Part(change.__getitem__, told.bytes_trained, factor)
-
-
-def in_order(round: int) -> Callable[[Receipt], tuple[bool, int, str, str]]:
-    """The order in which a round adds its updates: its own by slot, then the late ones."""
-
-    def order(each: Receipt) -> tuple[bool, int, str, str]:
-        late = each.round != round
-        return late, 0 if late else each.slot, each.worker, each.update
-
-    return order
 
 
 def replay(ledger: Ledger, corpus: Corpus, folder: Path, progress: Progress = silent) -> Replayed:
