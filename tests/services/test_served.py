@@ -93,7 +93,7 @@ def test_what_is_served_is_kept(coordinate: Coordinate, member: Member) -> None:
     place = coordinate()
     member(place, "first").fetch([])
     keeper, checkpoint = place.keeper, place.coordinator.serving.checkpoint
-    versions = checkpoint.current(time.monotonic())
+    versions = checkpoint.current(time.monotonic()).versions
 
     def prune(grace: float) -> None:
         keeper.store.prune(set(), grace)

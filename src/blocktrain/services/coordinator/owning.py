@@ -14,13 +14,13 @@ from blocktrain.aggregation.ledger import (
     WorkerId,
     new_token,
 )
-from blocktrain.aggregation.words import spoken_version
 from blocktrain.services.coordinator.answers import (
     only,
     read,
     say,
 )
 from blocktrain.services.coordinator.office import Office
+from blocktrain.services.coordinator.served import newest
 from blocktrain.terms import Digest
 from blocktrain.wire import messages, owner
 
@@ -34,15 +34,7 @@ class Owning:
     async def checkpoint(self, request: Request) -> Response:
         """The newest versions of all blocks: the model."""
         self.office.member_or_owner(request)
-
-        def look() -> messages.Message:
-            with self.keeper.ledger.reading() as r:
-                newest = [r.newest(block) for block in range(len(self.keeper.charter.blocks))]
-            versions = [spoken_version(version) for version in newest if version]
-            charter, ended = self.keeper.charter_bytes.decode(), self.keeper.state.ended
-            return owner.Checkpoint(self.keeper.run, charter, versions, ended)
-
-        return say(await asyncio.to_thread(look))
+        return say(await asyncio.to_thread(newest, self.keeper))
 
     async def command(self, request: Request) -> Response:
         """Pause, resume or stop."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 from starlette.requests import Request
@@ -12,7 +11,7 @@ from blocktrain.aggregation.ledger import WorkerId
 from blocktrain.services.coordinator.answers import read, same, say, verify
 from blocktrain.services.coordinator.office import Office
 from blocktrain.services.coordinator.served import Served
-from blocktrain.wire import messages, owner
+from blocktrain.wire import messages
 from blocktrain.wire.messages import MAX_MESSAGE
 from blocktrain.wire.registry import Registry
 from blocktrain.wire.serving import MAX_BANNED, Announce, Banned, Publish, Stages
@@ -75,19 +74,13 @@ class Serving:
     async def served(self, request: Request) -> Response:
         """The checkpoint that all of them serve."""
         self.door.worker(request)
-        return await self._tell(self.checkpoint.current)
+        return say(await asyncio.to_thread(self.checkpoint.current, time.monotonic()))
 
     async def publish(self, request: Request) -> Response:
         """They shall all serve the newest one: the owner says so."""
         self.door.token(request, "owner")
         await read(request, Publish)
-        return await self._tell(self.checkpoint.move)
-
-    async def _tell(self, find: Callable[[float], list[messages.Version]]) -> Response:
-        keeper = self.office.keeper
-        versions = await asyncio.to_thread(find, time.monotonic())
-        charter, ended = keeper.charter_bytes.decode(), keeper.state.ended
-        return say(owner.Checkpoint(keeper.run, charter, versions, ended))
+        return say(await asyncio.to_thread(self.checkpoint.move, time.monotonic()))
 
     def welcome(self, announce: Announce) -> bool:
         """Whether whoever said that is a member still, neither banned nor without a token."""
