@@ -201,9 +201,12 @@ def spans_of(layout: Layout, blocks: int) -> list[tuple[int, int]]:
 
 
 def equal_parts(blocks: int, count: int) -> list[tuple[int, int]]:
-    """Spans as equal as can be, the longer ones first: it is the first stage that drafts."""
+    """Spans as equal as can be, the longer ones first.
+
+    The first stage drafts: the more blocks it holds, the more of its drafts are accepted.
+    """
     if not 0 < count <= blocks:
-        raise BadInput(f"{blocks} blocks cannot be cut into {count} parts; there must be fewer.")
+        raise BadInput(f"{blocks} blocks cannot be cut into {count} parts; choose 1 to {blocks}.")
     sizes = [blocks // count + (number < blocks % count) for number in range(count)]
     ends = [sum(sizes[: number + 1]) for number in range(count)]
     return [(end - size, end - 1) for size, end in zip(sizes, ends, strict=True)]

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from blocktrain.disk import errors_are_clear, lock
-from blocktrain.errors import BadInput, BadRun
+from blocktrain.errors import BadRun
+from blocktrain.inference.layout import equal_parts
 from blocktrain.services.children import Child
 from blocktrain.services.papers import admit, authority_in
 from blocktrain.wire.certificates import MEMBER_LIFE
@@ -40,18 +41,8 @@ class Cast:
     """How weights are held: fp32, bf16 or int8."""
 
     def spans(self, blocks: int) -> list[str]:
-        """Blocks of each stage as people write them; what is left over goes to the first ones.
-
-        The first stage drafts: the more blocks it holds, the more of its drafts are accepted.
-        """
-        if not 1 <= self.stages <= blocks:
-            raise BadInput(
-                f"{blocks} blocks cannot be cut into {self.stages} stages; choose 1 to {blocks}."
-            )
-        each, over = divmod(blocks, self.stages)
-        sizes = [each + (number < over) for number in range(self.stages)]
-        ends = [sum(sizes[: number + 1]) for number in range(self.stages)]
-        return [f"{end - size + 1}-{end}" for size, end in zip(sizes, ends, strict=True)]
+        """Blocks of each stage, as people write them."""
+        return [f"{first + 1}-{last + 1}" for first, last in equal_parts(blocks, self.stages)]
 
 
 @dataclass
