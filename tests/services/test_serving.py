@@ -22,7 +22,6 @@ from tests.inference.network import write
 
 import blocktrain
 from blocktrain.aggregation.folder import owners_token
-from blocktrain.commands.serve import wait_until_ready
 from blocktrain.errors import BadInput, BadKey, BadRun
 from blocktrain.inference.local import LocalSession
 from blocktrain.inference.pipeline import Pipeline
@@ -199,7 +198,7 @@ def test_what_keeps_a_child_from_starting_is_told(tmp_path: Path, model: Path) -
     crew = Serving(home, model, Cast(stages=1, weights="bf17"))
     with crew.up(3, ["--open", "--port", "0"]):
         with pytest.raises(BadRun, match=r"stage-1-3-1 did not start: .*bf17"):
-            wait_until_ready(crew)
+            crew.wait_until_ready()
         with pytest.raises(BadRun, match="is served with"), Serving(home, model).up(3, []):
             raise AssertionError
 

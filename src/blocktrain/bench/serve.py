@@ -8,7 +8,6 @@ end; besides, what each has when the first one ends is counted: then all still c
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -17,13 +16,12 @@ from typing import Any
 import httpx
 import msgspec
 
-from blocktrain.errors import BadInput, Unreachable
+from blocktrain.errors import BadInput
 from blocktrain.inference.survey import prompts
 from blocktrain.learning.data import Text
 from blocktrain.learning.files import read_manifest
 from blocktrain.services.serving import Cast, Serving
 
-READY = 60.0  # seconds until every block must be served
 SILENCE = 60.0  # seconds without a byte after which a stream counts as dropped
 PROMPT = 128  # bytes
 DATA = "data: "
@@ -78,7 +76,7 @@ def measure(trial: Trial, model: Path, text: Text, folder: Path) -> dict[str, An
     given = prompts(text, trial.streams, PROMPT)
     crew = Serving(folder, model, Cast(stages=trial.stages))
     with crew.up(blocks, ["--port", "0", "--open"]):
-        wait_until_ready(crew.url)
+        crew.wait_until_ready()
         together = asyncio.run(ask(trial, crew.url, given))
         alone = asyncio.run(ask(trial, crew.url, given[:1]))[0]
     return summary(trial, together, alone)
@@ -175,14 +173,3 @@ def hear(stream: Stream, line: str) -> None:
             stream.came.append((time.perf_counter(), len(stream.text)))
         if event.get("usage"):
             stream.generated = event["usage"]["completion_tokens"]
-
-
-def wait_until_ready(url: str) -> None:
-    """Until every block is served."""
-    deadline = time.monotonic() + READY
-    while time.monotonic() < deadline:
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/healthz", trust_env=False).status_code == httpx.codes.OK:
-                return
-        time.sleep(0.1)
-    raise Unreachable(f"Not every block is served within {READY:.0f} s; try a smaller model.")

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import platformdirs
 from cyclopts import Parameter
 
 from blocktrain.console import PLAIN, Out, Output, print_json
-from blocktrain.errors import Unreachable
 from blocktrain.learning.files import read_manifest
 from blocktrain.services.serving import Cast, Serving
 
 LOOK = 0.5  # seconds between two looks at the children
-READY = 60.0  # seconds until every block must be served
 
 
 @dataclass(frozen=True)
@@ -59,25 +56,12 @@ def serve(
     gateway += [] if front.keys else ["--open"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # children are told to stop too
     with suppress(KeyboardInterrupt), crew.up(manifest.shape.blocks, gateway):
-        wait_until_ready(crew)
+        crew.wait_until_ready()
         tell(crew, output)
         while True:
             for name in crew.look_after():
                 output.say(f"{name} died and was started again; see {crew.folder / 'logs'}.")
             time.sleep(LOOK)
-
-
-def wait_until_ready(crew: Serving) -> None:
-    """Until every block is served."""
-    deadline = time.monotonic() + READY
-    while time.monotonic() < deadline:
-        crew.refuse_dead()
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{crew.url}/healthz", trust_env=False).status_code == 200:
-                return
-        time.sleep(0.1)
-    logs = crew.folder / "logs"
-    raise Unreachable(f"Not every block is served within {READY:.0f} s; see {logs}.")
 
 
 def tell(crew: Serving, output: Output) -> None:

@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 
 from blocktrain.disk import errors_are_clear, lock
-from blocktrain.errors import BadRun
+from blocktrain.errors import BadRun, Unreachable
 from blocktrain.inference.layout import equal_parts
 from blocktrain.services.children import Child
 from blocktrain.services.papers import admit, authority_in
 from blocktrain.wire.certificates import MEMBER_LIFE
 
+READY = 60.0  # seconds until every block must be served
 GOOD_BYE = 10.0  # seconds that children have to let texts end
 RENEW_AFTER = MEMBER_LIFE.total_seconds() / 2
 
@@ -99,6 +101,18 @@ class Serving:
         child.start()
         self.children.append(child)
         return child
+
+    def wait_until_ready(self) -> None:
+        """Until every block is served, or a child has ended."""
+        deadline = time.monotonic() + READY
+        while time.monotonic() < deadline:
+            self.refuse_dead()
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/healthz", trust_env=False).status_code == httpx.codes.OK:
+                    return
+            time.sleep(0.1)
+        logs = self.folder / "logs"
+        raise Unreachable(f"Not every block is served within {READY:.0f} s; see {logs}.")
 
     def refuse_dead(self) -> None:
         """Raises if a child has ended, in its own words."""
