@@ -94,7 +94,7 @@ def test_refusals_are_counted(crew: Crew) -> None:
 def test_a_receipt_of_somebody_else_is_noticed(crew: Crew) -> None:
     worker, other = crew.workers
     worker.coordinator = other.key.id
-    with pytest.raises(NotAllowed, match="not the coordinator's"):
+    with pytest.raises(BadInput, match="not the coordinator's"):
         worker.submit(worker.assigned(), 0.0)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from blocktrain.aggregation.receipts import read_receipt
 from blocktrain.learning.local import Update
 from blocktrain.services.memory import Memory, save_memory
 from blocktrain.services.worker import Worker
@@ -46,7 +47,6 @@ class Liar(Worker):
     """An ordinary worker, but for what it says that it trained."""
 
     lie: Lie | None = None
-    receipts: list[Receipt]
 
     def keep(self, assignment: Assignment, trained: Update, seconds: float, memory: Memory) -> None:
         if self.lie:
@@ -54,23 +54,27 @@ class Liar(Worker):
             memory = Memory(memory.optimiser)  # a residual would be of another shape
         super().keep(assignment, trained, seconds, memory)
 
-    def checked(self, answer: Signed, signed: Signed) -> Receipt:
-        self.receipts.append(super().checked(answer, signed))
-        return self.receipts[-1]
 
+def test_only_bad_numbers_make_a_worker_forget(
+    coordinate: Coordinate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receipts: list[Receipt] = []
 
-def test_only_bad_numbers_make_a_worker_forget(coordinate: Coordinate, tmp_path: Path) -> None:
+    def read(answer: Signed, update: Signed, coordinator: str) -> Receipt:
+        receipts.append(read_receipt(answer, update, coordinator))
+        return receipts[-1]
+
+    monkeypatch.setattr("blocktrain.services.worker.read_receipt", read)
     place = coordinate(ALONE)
     honest = place.worker(tmp_path / "w")
     liar = Liar(honest.link, place.token, tmp_path / "w", honest.wishes)
-    liar.receipts = []
     liar.join()
 
     def told(lie: Lie | None) -> tuple[str, str]:
-        liar.lie, before = lie, len(liar.receipts)
-        while len(liar.receipts) == before:
+        liar.lie, before = lie, len(receipts)
+        while len(receipts) == before:
             assert liar.turn()
-        return liar.receipts[-1].verdict, liar.receipts[-1].reason
+        return receipts[-1].verdict, receipts[-1].reason
 
     assert told(None) == ("taken", "")
     for lie, reason in (

@@ -1,4 +1,4 @@
-"""The coordinator's signed word on an update: what became of it, and why."""
+"""The coordinator's signed word on an update: what became of it, and why. Given and read here."""
 
 import hashlib
 import time
@@ -7,10 +7,11 @@ from blocktrain.aggregation.events import Refused, Salvaged, Verdict
 from blocktrain.aggregation.inspection import Objection
 from blocktrain.aggregation.ledger import Receipt, Transaction, WorkerId
 from blocktrain.aggregation.versions import signed_by
+from blocktrain.errors import BadInput
 from blocktrain.terms import Digest
 from blocktrain.wire import messages
 from blocktrain.wire.messages import Reason, Signed, Update
-from blocktrain.wire.signing import Key
+from blocktrain.wire.signing import Key, verify
 
 
 def name_of(signed: Signed) -> Digest:
@@ -58,3 +59,12 @@ def give_receipt(
     detail = {"block": update.block, "round": update.round, "slot": update.slot}
     t.note(word, {**detail, "worker": update.worker, **kind, "why": why}, time.time())
     return body
+
+
+def read_receipt(answer: Signed, update: Signed, coordinator: str) -> messages.Receipt:
+    """The receipt in an answer, if it is the coordinator's and of this update."""
+    right = verify(coordinator, answer.body, "receipt", bytes.fromhex(answer.signature))
+    receipt = messages.decode(answer.body, messages.Receipt)
+    if not right or receipt.update != name_of(update):
+        raise BadInput("The receipt is not the coordinator's; do not trust this coordinator.")
+    return receipt

@@ -12,12 +12,14 @@ from ssl import SSLContext
 
 import numpy as np
 
-from blocktrain.errors import BadRun, NotAllowed
+from blocktrain.aggregation.receipts import read_receipt
+from blocktrain.aggregation.versions import signed_by
+from blocktrain.errors import BadRun
 from blocktrain.services.membership import Visitor, join
 from blocktrain.terms import Digest, Parameters
 from blocktrain.wire import messages, signing, tensors
 from blocktrain.wire.link import Link
-from blocktrain.wire.messages import Assignment, Finished, Receipt, Wait
+from blocktrain.wire.messages import Assignment, Finished, Wait
 
 PATIENCE = 60.0  # seconds that anything may take before a benchmark gives up
 NOTHING = Digest(hashlib.sha256(b"").hexdigest())
@@ -125,11 +127,11 @@ class LightWorker:
         self.troubles.clear()
         body, digest = self.template.variant(self.number << 8 | len(self.sent))
         self.link.send(f"v1/blobs/{digest}", body)
-        signed = self.signed(self.update(assignment, digest), "update")
+        signed = signed_by(self.key, self.update(assignment, digest), "update")
         posted = time.monotonic()
         answer = self.link.say("v1/updates", signed, messages.Signed)
         ended = time.monotonic()
-        receipt = self.checked(answer, signed)
+        receipt = read_receipt(answer, signed, self.coordinator)
         refused = receipt.why if receipt.verdict == "refused" else " ".join(self.troubles)
         return Sent(ended - offered, ended - posted, ended, refused)
 
@@ -151,15 +153,6 @@ class LightWorker:
             optimiser_after=NOTHING,
         )
 
-    def checked(self, answer: messages.Signed, signed: messages.Signed) -> Receipt:
-        """The receipt, if it is the coordinator's and of this update."""
-        receipt = messages.decode(answer.body, Receipt)
-        signature = bytes.fromhex(answer.signature)
-        theirs = signing.verify(self.coordinator, answer.body, "receipt", signature)
-        if not theirs or receipt.update != hashlib.sha256(signed.body).hexdigest():
-            raise NotAllowed("A receipt is not the coordinator's; do not trust this coordinator.")
-        return receipt
-
     def alive(self) -> None:
         """Says so."""
         self.link.say("v1/alive", messages.Alive(self.key.id, self.traffic()), messages.Done)
@@ -167,8 +160,3 @@ class LightWorker:
     def traffic(self) -> messages.Traffic:
         """Bytes moved so far."""
         return messages.Traffic(self.link.moved.sent, self.link.moved.received)
-
-    def signed(self, message: messages.Message, purpose: str) -> messages.Signed:
-        """A message by which this worker stands."""
-        body = messages.encode(message)
-        return messages.Signed(body, self.key.id, signing.sign(self.key, body, purpose).hex())

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from blocktrain.aggregation.receipts import read_receipt
 from blocktrain.aggregation.versions import signed_by
-from blocktrain.errors import BadInput, BlockTrainError, NoBlob, NotAllowed
+from blocktrain.errors import BlockTrainError, NoBlob, NotAllowed
 from blocktrain.learning import device
 from blocktrain.learning.data import Cursor, Rows, batches
 from blocktrain.learning.local import Start, Update, parameters_of, train_locally
@@ -34,9 +35,9 @@ from blocktrain.services.room import Room, state_size
 from blocktrain.services.text import text_of
 from blocktrain.services.wishes import Wishes, fitting
 from blocktrain.terms import Digest, Progress, silent
-from blocktrain.wire import messages, signing, tensors
+from blocktrain.wire import messages, tensors
 from blocktrain.wire.link import Link
-from blocktrain.wire.messages import Assignment, Finished, Receipt, Traffic, Wait
+from blocktrain.wire.messages import Assignment, Finished, Traffic, Wait
 from blocktrain.wire.signing import Key, load_or_make_key
 from blocktrain.wire.throttle import Moved
 
@@ -245,7 +246,7 @@ class Worker:
         update = messages.decode(signed.body, messages.Update)
         self.link.send(f"v1/blobs/{update.blob}", self.notebook.blob)
         answer = self.link.say("v1/updates", signed, messages.Signed)
-        receipt = self.checked(answer, signed)
+        receipt = read_receipt(answer, signed, self.coordinator)
         if receipt.verdict == "refused":
             self.gave.refused += 1
             if receipt.reason == "numbers":
@@ -261,16 +262,6 @@ class Worker:
             f"block {update.block + 1}, round {update.round}: {update.steps} steps in "
             f"{update.seconds:.1f} s, loss {update.loss:.4f}: {receipt.verdict} {receipt.why}"
         )
-
-    def checked(self, answer: messages.Signed, signed: messages.Signed) -> Receipt:
-        """The receipt, if it is the coordinator's and of this update."""
-        right = signing.verify(
-            self.coordinator, answer.body, "receipt", bytes.fromhex(answer.signature)
-        )
-        receipt = messages.decode(answer.body, Receipt)
-        if not right or receipt.update != hashlib.sha256(signed.body).hexdigest():
-            raise BadInput("The receipt is not the coordinator's; do not trust this coordinator.")
-        return receipt
 
     # --- staying and going ------------------------------------------------------------------------
 
