@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,7 +26,6 @@ from blocktrain.learning.files import (
     load_model,
     load_tensors,
     read_manifest,
-    same,
     save_model,
     save_tensors,
 )
@@ -43,8 +41,10 @@ SOURCES = str(Path(blocktrain.__file__).parents[1])
 
 def equal(a: Model, b: Model) -> bool:
     """The same model, bit for bit."""
-    return (a.shape, a.noise, len(a.blocks)) == (b.shape, b.noise, len(b.blocks)) and all(
-        same(parameters_of(x), parameters_of(y)) for x, y in zip(a.blocks, b.blocks, strict=True)
+    return (a.shape, a.noise) == (b.shape, b.noise) and all(
+        torch.equal(x, y)
+        for one, other in zip(a.blocks, b.blocks, strict=True)
+        for x, y in zip(one.parameters(), other.parameters(), strict=True)
     )
 
 
@@ -116,13 +116,6 @@ def test_a_model_from_parameters_is_a_copy(model: Model) -> None:
         next(found.blocks[0].parameters()).zero_()
     assert not equal(found, model)
     assert not any(p.requires_grad for block in found.blocks for p in block.parameters())
-
-
-def test_same_means_bit_for_bit() -> None:
-    one = {"a": np.ones(3, np.float32)}
-    assert same(one, {"a": np.ones(3, np.float32)})
-    assert not same(one, {"b": np.ones(3, np.float32)})
-    assert not same(one, {"a": np.array([1, 1, 1.0000001], np.float32)})
 
 
 def test_tensors_come_back_in_memory_of_their_own(tmp_path: Path) -> None:
@@ -316,8 +309,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from blocktrain.learning.files import load_model, same, save_model
-from blocktrain.learning.local import parameters_of
+from blocktrain.learning.files import load_model, save_model
 from blocktrain.learning.model import Model, Shape, new_block
 from blocktrain.learning.noise import Noise
 
@@ -343,7 +335,11 @@ for kill in range(30):
     debris += len(list(folder.iterdir())) > 4
     now = load_model(folder)  # checks every digest
     which = [
-        all(same(parameters_of(a), parameters_of(b)) for a, b in zip(now.blocks, m.blocks))
+        all(
+            torch.equal(x, y)
+            for a, b in zip(now.blocks, m.blocks)
+            for x, y in zip(a.parameters(), b.parameters())
+        )
         for m in models
     ]
     found.append(which.index(True))
@@ -385,8 +381,7 @@ import torch
 torch.set_num_threads(1)
 from blocktrain.errors import CannotSave
 from blocktrain.learning.export import export_hf
-from blocktrain.learning.files import load_model, load_tensors, same, save_model, save_tensors
-from blocktrain.learning.local import parameters_of
+from blocktrain.learning.files import load_model, load_tensors, save_model, save_tensors
 from blocktrain.learning.model import Model, Shape, new_block
 from blocktrain.learning.noise import Noise
 
@@ -419,7 +414,11 @@ def attempt(how, disk):
         except CannotSave as error:
             told[name] = [error.exit_code, str(error)]
     found = load_model(disk / "model")
-    whole = all(same(parameters_of(a), parameters_of(b)) for a, b in zip(found.blocks, old.blocks))
+    whole = all(
+        torch.equal(x, y)
+        for a, b in zip(found.blocks, old.blocks)
+        for x, y in zip(a.parameters(), b.parameters())
+    )
     told["intact"] = whole and load_tensors(disk / "state.safetensors")["a"].numel() == 1000
     told["parts"] = [path.name for path in disk.rglob("*.part")]
     return told

@@ -18,7 +18,7 @@ from blocktrain.aggregation.combine import Averaging
 from blocktrain.errors import BadConfig
 from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.evaluate import evaluate
-from blocktrain.learning.files import load_model, same
+from blocktrain.learning.files import load_model
 from blocktrain.learning.model import Shape
 from blocktrain.learning.objective import Task
 from blocktrain.learning.optimiser import Rates
@@ -26,6 +26,7 @@ from blocktrain.services.hardship import Hardship
 from blocktrain.services.lab import Lab, Watch, experiment
 from blocktrain.services.run import Pace, Run
 from blocktrain.services.standings import Standings, save
+from blocktrain.terms import Parameters
 
 SMALL = Run(
     shape=Shape(blocks=3, layers=1, width=32, heads=2, window=32),
@@ -48,6 +49,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def lab(run: Run, corpus: Corpus, folder: Path, **more: object) -> Lab:
     return Lab(run, corpus, folder, CPU, **more)  # type: ignore[arg-type]
+
+
+def same(a: Parameters, b: Parameters) -> bool:
+    """Bit for bit."""
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
 def equal(a: Standings, b: Standings) -> bool:

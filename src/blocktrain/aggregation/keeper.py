@@ -89,7 +89,7 @@ class Keeper:
         if run is None or kept is None:
             raise BadRun("There is no run in this folder yet; make one with blocktrain init.")
         self.charter, self.run = charters.decode(run.config), charters.run_id(run.config)
-        self.charter_bytes, self.created = run.config, run.created
+        self.charter_bytes = run.config
         self.inspector = Inspector(ledger, store, self.charter)
         self.maker = Maker(ledger, store, self.charter, self.run, key)
         self.teller = Teller(ledger)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -223,8 +222,3 @@ def from_parameters(shape: Shape, noise: Noise, parameters: list[Parameters]) ->
     """A model from the parameters of each block, copied."""
     blocks = [open_block(shape, index, values) for index, values in enumerate(parameters)]
     return Model(shape, noise, [block.requires_grad_(False) for block in blocks])
-
-
-def same(a: Parameters, b: Parameters) -> bool:
-    """Whether two blocks hold the same values, bit for bit."""
-    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

@@ -248,17 +248,12 @@ class Denoise:
         shown_BT = draw_shown(spans, tokens_BT.shape[1], random).to(rows_BT1.device)
         told_B = torch.rand(len(rows_BT1), generator=random) >= self.task.empty_share
         z_BTM *= told_B[:, None, None].to(rows_BT1.device)
-        sight = causal_sight_of(self.shape, tokens_BT)
+        sight = causal_sight(self.shape, tokens_BT.shape[1], tokens_BT.device)
         tokens_BT, sight = mask_spans(tokens_BT, spans, sight, shown_BT)
         logits = denoise(block, self.noise, tokens_BT, z_BTM, sigma_B, sight)
         # A byte shown inside a span is seen by the position that would have to find it.
         targets_BT = targets_BT.masked_fill(shown_BT.roll(-1, dims=1), UNASKED)
         return F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten(), ignore_index=UNASKED)
-
-
-def causal_sight_of(shape: Shape, tokens_BT: Tensor) -> Sight:
-    """A causal pass over these tokens."""
-    return causal_sight(shape, tokens_BT.shape[1], tokens_BT.device)
 
 
 def draw_spans(rows: int, positions: int, task: Task, random: torch.Generator) -> Tensor:

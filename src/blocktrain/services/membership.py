@@ -169,13 +169,11 @@ class Membership:
             return ask()
 
 
-def become_member(
-    link: Link, token: str, folder: Path, name: str = "", device: str = "cpu"
-) -> Membership:
+def become_member(link: Link, token: str, folder: Path, name: str = "") -> Membership:
     """Joins the run behind the link as whoever lives in this folder, and gets papers."""
     with errors_are_clear(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    visitor = Visitor(load_or_make_key(folder / "key.pem"), token, name, device)
+    visitor = Visitor(load_or_make_key(folder / "key.pem"), token, name)
     admitted = join(link, visitor)
     home = admitted.folder(folder)
     with errors_are_clear(home):

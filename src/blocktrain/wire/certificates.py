@@ -71,7 +71,7 @@ class Authority:
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 by which a stranger knows this authority; `shown` writes it for people."""
+        """The sha256 by which a stranger knows this authority."""
         return hashlib.sha256(self.certificate.public_bytes(Encoding.DER)).hexdigest()
 
     def server_certificate(

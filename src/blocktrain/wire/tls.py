@@ -109,11 +109,6 @@ def peer_id(link: ssl.SSLSocket | ssl.SSLObject) -> PublicId | None:
     return PublicId(id) if is_id(id) else None
 
 
-def shown(fingerprint: str) -> str:
-    """A fingerprint for people, in groups of four."""
-    return ":".join(re.findall("....", fingerprint))
-
-
 def parse_fingerprint(text: str) -> str:
     """What people make of a fingerprint: in groups or not, in capitals or not."""
     bare = re.sub("[: ]", "", text.strip()).lower()
