@@ -230,7 +230,7 @@ class Keeper:
                 pieces = [self.waiting.popleft() for _ in range(len(self.waiting))]
                 if self.closing and not pieces:
                     return
-            # Whoever does not wait any more (the server stops) gets nothing, and nothing is done.
+            # Who does not wait any more (the coordinator stops) gets nothing, and nothing is done.
             pieces = [piece for piece in pieces if piece.done.set_running_or_notify_cancel()]
             if not self._turn(pieces or [Piece(_tick, Future())]):
                 time.sleep(RETRY)  # the disk is full: neither spin nor give up

@@ -1,4 +1,4 @@
-"""blocktrain init|status|tokens|pause|resume|stop|ban: what an owner does with a run."""
+"""blocktrain backup|restore|status|pause|resume|stop|ban|tokens: what an owner does with a run."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -93,7 +93,7 @@ class Coordinator:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Keeps the run while the server is up."""
+        """Keeps the run while the coordinator is up."""
         loop = asyncio.get_running_loop()
 
         def changed(work: bool) -> None:
