@@ -69,7 +69,8 @@ def measured(folder: Path, ce: Callable[[Step], float]) -> Callable[[Step], Reco
         result = {
             "ce": end, "bytes_seen": 1280, "core_seconds": 36.0, "bytes_moved_to_1.811": 42_000_000,
             "bytes_moved": 60_000_000, "neighbours_ratio": 0.35, "parameters_per_block": 10**8,
-            "neighbours_resident_ratio": 0.45, "parameters": 10**6,
+            "neighbours_resident_ratio": 0.45, "denoise_ratio": 0.3, "parameters": 10**6,
+            "bytes_per_parameter_and_round": 2.5,
             "LEAKY: true target at sigma 1.00 (64 KiB sample)": end - 0.25,
             "chain from noise, 1 draw (64 KiB sample)": end + 0.28,
         }  # fmt: skip
@@ -424,8 +425,9 @@ def test_pages_tell_what_is_measured_and_what_is_not(tmp_path: Path) -> None:
     assert not gap.measured
     page = (tmp_path / "docs" / "results.md").read_text()
     assert "| **1.400**, spread 0.000 | neither |" in page
-    assert "- `ce`: 1.0 M parameters, 0.0 MB seen, audits passed. Model and rule" in page
-    assert f"{sum(row.measured for row in results.rows)} of {len(results.rows)} rows" in page
+    assert "- `ce`: 1.0 M parameters, 0.0 MB seen, audits passed. The model of" in page
+    left = [f"`{row.key}`" for row in results.rows if not row.measured]
+    assert f"Not measured yet: {', '.join(left)}." in page
     assert page.count(f"| {NOT_YET} |") == sum(bool(row.unit) for row in results.rows) - 1
     line = r"\| 80 \| 2 \| 0.7\d* \| 2 \| \d+ \| 0.001\d* \| 1.400 \| 0.030 \| \S+ \| \d+ \|"
     assert re.search(line, page)

@@ -43,7 +43,8 @@ def gap(book: Notebook, scale: Scale) -> Found:
         for seed, (one, other) in zip(scale.seeds, pairs, strict=True)
     ]
     told = [f"seed {seed}: {two(*pair)}" for seed, pair in zip(scale.seeds, pairs, strict=True)]
-    note = f"{'; '.join(told)}. {times(blocks, reference)}"
+    note = f"{'; '.join(told)}. Blocks have {times(blocks, reference)}: for equal FLOPs end to end "
+    note += "is ahead (`flops_ratio`)"
     curves = {"reference": curve(pairs[0][1])}
     return Found([less(one, other) for one, other in pairs], table, curves, note)
 
@@ -64,7 +65,7 @@ def six_workers_extra(book: Notebook, scale: Scale) -> Found:
     """Two lines of the table about replicas, for which the others need not be there."""
     blocks = tuned(book, scale).blocks
     one, six = audited(book, *(crew(blocks, scale, count) for count in (1, 6)))
-    note = f"{two(six, one, 'one')}, audits passed; rates were tuned at a batch of "
+    note = f"six {two(six, one, 'one')}, audits passed; rates were tuned at a batch of "
     note += f"{scale.base.pace.batch}, not again at {scale.shared_batch}"
     return Found([less(six, one)], note=note)
 
@@ -76,7 +77,9 @@ def wan_bytes(book: Notebook, scale: Scale) -> Found:
     book.of_model("audit", step)
     moved = found.result[f"bytes_moved_to_{PAPER_CE}"]
     note = f"CE {found.result['ce']:.3f} of the test split in the end, for "
-    note += f"{found.result['bytes_moved'] / 1e6:.1f} MB; {WAN['grams'] - 1} x "
+    note += f"{found.result['bytes_moved'] / 1e6:.1f} MB ("
+    note += f"{found.result['bytes_per_parameter_and_round']:.2f} bytes per parameter and round); "
+    note += f"{WAN['grams'] - 1} x "
     note += f"{WAN['gram_rows']:,} vectors for runs of bytes, "
     note += f"{found.result['parameters'] / 1e6:.1f} M parameters, audit passed"
     return Found([] if moved is None else [moved], note=note)
@@ -87,8 +90,9 @@ def memory_ratio(book: Notebook, scale: Scale) -> Found:
     [found] = book.read(bench("memory", *scale.memory))
     millions = found.result["parameters_per_block"] / 1e6
     resident = found.result["neighbours_resident_ratio"]
-    note = f"the second of four blocks of {millions:.0f} M parameters. Mapped files, which the "
-    note += f"kernel may drop and read again, are not counted; with them it is {resident:.3f}"
+    note = f"the second of four blocks of {millions:.0f} M parameters each. Mapped files, which "
+    note += "the kernel may drop and read again, are not counted; with those of both sides it is "
+    note += f"{resident:.3f}. `denoise`: {found.result['denoise_ratio']:.3f}"
     return Found([found.result["neighbours_ratio"]], note=note)
 
 
@@ -103,8 +107,9 @@ def flops_ratio(book: Notebook, scale: Scale) -> Found:
         if share := reached(found.history, aim.history[-1][1]):
             value = share * flops_of(run) / flops_of(reference)
             plain = share * flops_of(run, muon=False) / flops_of(reference, muon=False)
-            note = f"seed 0, after {share:.0%} of {mb(found)}, by a sample of valid"
-            return Found([value], note=f"{note}; without Muon's own products {plain:.2f}")
+            note = "seed 0: blocks have the reference's last CE (a sample of valid) after "
+            note += f"{share:.0%} of {mb(found)}. All matrix products count, on both sides; "
+            return Found([value], note=f"{note}without those of Muon it is {plain:.2f}")
     return Found(note=f"not reached with {STRETCHES[-1]:g} times the bytes")
 
 

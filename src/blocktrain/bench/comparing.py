@@ -57,6 +57,7 @@ def moving(book: Notebook, family: str, runs: list[Run]) -> Found:
                 "local steps": pace.local_steps,
                 "codec": codec,
                 "outer step": outer,
+                "Muon's rate": f"{run.recipe.rates.matrix:.3g}",
                 "MB seen": found.result["bytes_seen"] / 1e6,
                 "ce": found.result["ce"],
                 "MB moved": moved,

@@ -6,16 +6,23 @@ from typing import Any
 
 from blocktrain.bench import results_picture
 from blocktrain.bench.results import Result, Results, as_json
+from blocktrain.bench.tables import AVERAGED, SHALLOW
 from blocktrain.disk import errors_are_clear, write_atomically
 from blocktrain.errors import BadInput
 
 BEGIN = "<!-- results: made from docs/results.json by `blocktrain reproduce`; do not edit -->"
 END = "<!-- end of results -->"
 NOT_YET = "not measured yet"
+GRIDS = "rates"  # the row whose runs nearly all others begin with
 PAPER = (
     "*Paper*: P. Toth, Decentralised AI Training and Inference with BlockTrain (arXiv 2606.24722), "
-    "by its abstract and summaries; no code was published and its model's size is not known, so "
-    "its numbers are for orientation. *Bar*: what must be reached; *goal*: what is hoped for."
+    "known to us only by its abstract and summaries; no code was published and its model's size is "
+    "not known, so its numbers are for orientation. *Bar*: what must be reached; *goal*: what is "
+    "hoped for."
+)
+LAB = (
+    "CE rows are of the lab: one process with the arithmetic of the network, whose work it can do "
+    "again to the same digests (`lab --replay`). `wan_bytes` is of the network."
 )
 
 
@@ -37,24 +44,26 @@ def whole_page(results: Results) -> str:
     parts = ["# Results", introduction(results), numbers(results.rows), notes(results.rows)]
     parts += [f"![{words}]({name})" for name, words in results_picture.drawn(results).items()]
     parts += ["## What each row is of", models(results)]
-    parts += [question(row) for row in results.rows if not row.unit]
-    parts += ["## How each was measured", *(how(row) for row in results.rows)]
+    parts += [question(row) for row in results.rows if not row.unit and row.measured]
+    grids = results.row(GRIDS)
+    parts += ["## How each was measured", *(how(row, grids) for row in results.rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def introduction(results: Results) -> str:
     """What all rows have in common."""
     again = "make reproduce" + ("" if results.scale == "full" else f"-{results.scale}")
-    done = sum(row.measured for row in results.rows)
+    left = ", ".join(f"`{row.key}`" for row in results.rows if not row.measured)
+    done = f"Not measured yet: {left}." if left else "All rows are measured."
     return (
-        f"Made by `{again}` from results.json; do not edit. {done} of {len(results.rows)} rows are "
-        f"measured.\n\nCE is in nats per byte over every byte of {results.text}, honest readout. "
+        f"Made by `{again}` from results.json; do not edit. {done}\n\nCE is in nats per byte over "
+        f"every byte of {results.text}, honest readout. "
         "A reference is trained end to end on the same bytes in the same order, with the same "
-        "optimiser, and averages its weights as the run it is compared with; its rounds are of the "
-        "usual length. Rounds are whole, so bytes may differ a little: tables tell them. A value "
-        "is the mean over its seeds, its spread the highest less the lowest. Core-hours of a row "
-        "are those of all runs it looks at; rows share runs. What was tried "
-        f"without a row of its own is in the project's lab book, LOG.md.\n\n{PAPER}"
+        "optimiser, and averages its weights as the run it is compared with. Runs end with a whole "
+        "round, so bytes seen may differ a little (column MB seen). A value is the mean over its "
+        "seeds, its spread the highest less the lowest. Core-hours of a row are those of all runs "
+        "it looks at; rows share runs. What was tried without a row of its own is in the project's "
+        f"lab book, LOG.md.\n\n{LAB}\n\n{PAPER}"
     )
 
 
@@ -97,7 +106,7 @@ def vectors(shape: dict[str, Any]) -> str:
 
 def section(results: Results) -> str:
     """README's section: the numbers, and where the rest is."""
-    parts = [PAPER, numbers(results.rows), notes(results.rows)]
+    parts = [f"{LAB} {PAPER}", numbers(results.rows), notes(results.rows)]
     if results_picture.CURVES in results_picture.drawn(results):
         parts.append(f"![CE against bytes seen](docs/{results_picture.CURVES})")
     parts += default_gap(results)
@@ -117,11 +126,24 @@ def default_gap(results: Results) -> list[str]:
     return [
         "The default model, which `make run` trains, is smaller and has vectors for runs of bytes "
         f"({vectors(results.base['shape'])}); with them blocks end {line['gap']:.3f} behind end to "
-        f"end ({line['MB seen']:.2f} MB, one seed). `ce` and `gap` are of a wider model without "
-        "them."
+        f"end ({line['MB seen']:.2f} MB, one seed){depth_there(results)}. `ce` and `gap` are of a "
+        "wider model without them."
         for line in (row.table if row else [])
         if all(line[name] == pace[name] for name in ("local_steps", "first_steps"))
     ]
+
+
+def depth_there(results: Results) -> str:
+    """What one layer comes to beside it: how much blocks could lose at all."""
+    row = results.row("denoise")
+    lines = {line["readout"]: line for line in row.table} if row else {}
+    if SHALLOW not in lines:
+        return ""
+    return (
+        f". Depth hardly pays there: one layer end to end is {lines[SHALLOW]['gap']:.3f} behind, "
+        f"and one-layer models averaged ({lines[AVERAGED]['M parameters']:.1f} M parameters) "
+        f"{lines[AVERAGED]['gap']:.3f} (`denoise`)"
+    )
 
 
 def with_section(text: str, results: Results) -> str:
@@ -184,13 +206,12 @@ def shown(value: float, unit: str) -> str:
 
 def question(row: Result) -> str:
     """A row that is a table."""
-    body = table(row.table) if row.measured else sentence(NOT_YET)
     note = f"\n\n{sentence(row.note)}" if row.note else ""
-    return f"## {row.asks} (`{row.key}`)\n\n{body}{note}"
+    return f"## {row.asks} (`{row.key}`)\n\n{table(row.table)}{note}"
 
 
-def how(row: Result) -> str:
-    """What was typed, and under what circumstances."""
+def how(row: Result, grids: Result | None) -> str:
+    """What was typed, and under what circumstances; runs of the grids of rates are told once."""
     if row.measured:
         seeds = ", ".join(map(str, row.seeds))
         told = (
@@ -200,7 +221,10 @@ def how(row: Result) -> str:
         )
     else:
         told = f"{sentence(NOT_YET)} Commands that are known so far:"
-    lines = "\n".join(row.commands)
+    known = set(grids.commands) if grids and row.key != GRIDS else set()
+    if known.intersection(row.commands):
+        told += f" Runs of `{GRIDS}`, and:"
+    lines = "\n".join(command for command in row.commands if command not in known)
     return f"### `{row.key}`\n\n{told}\n\n```console\n{lines}\n```"
 
 

@@ -28,6 +28,7 @@ MANY_GRAMS = (8, 8192)  # the longest run, and vectors of each length
 SALVAGED = Rules.discount  # what a coordinator takes a late update by
 EMPTY = (0.5, 1.0)  # shares of the samples that are as the honest readout is; all: no denoising
 HEADLINE = "denoise, chain from 0, mean of the blocks (headline)"
+SHALLOW = "end to end, one block's layers"
 
 # --- rates, 1, staleness, and 2, lookahead -------------------------------------------------------
 
@@ -49,8 +50,8 @@ def rates(book: Notebook, scale: Scale) -> Found:
             table.append({"model": name, "Muon's rate": run.rates.matrix})
             table[-1] |= {"sample of valid": record.history[-1][1], "ce": record.result["ce"]}
             table[-1]["chosen"] = "yes" if record is records[best(records)] else ""
-    note = "chosen by the sample of valid alone: where another rate has a lower CE, gaps to the "
-    return Found(table=table, note=note + "one that was chosen are as much too small")
+    note = "chosen by the sample of valid. Where another rate has a lower CE of the test split, "
+    return Found(table=table, note=note + "gaps to the chosen one are too small by the difference")
 
 
 def wide_rates(book: Notebook, scale: Scale) -> Found:
@@ -267,8 +268,7 @@ def beside_noise(book: Notebook, scale: Scale, sides: Sides, noisy: Run) -> Tabl
     """Denoising blocks below what needs no noise, honest readouts all."""
     runs = [sized(run, scale.trial) for run in (sides.reference, sides.shallow, sides.blocks)]
     runs += [noisy, *(changed(noisy, empty_share=share) for share in EMPTY)]
-    names = ["end to end, all layers", "end to end, one block's layers", "neighbours", HEADLINE]
-    names += [f"the same, {share:.0%} of the samples without a noisy code" for share in EMPTY]
+    names = ["end to end, all layers", SHALLOW, "neighbours", HEADLINE, *map(without_code, EMPTY)]
     found = book.labs(*runs)
     return [
         {
@@ -280,6 +280,13 @@ def beside_noise(book: Notebook, scale: Scale, sides: Sides, noisy: Run) -> Tabl
         for name, each in zip(names, found, strict=True)
     ]
 
+
+def without_code(share: float) -> str:
+    """The name of a line: so many samples are as the honest readout is."""
+    return f"the same, {share:.0%} of the samples without a noisy code"
+
+
+AVERAGED = without_code(1.0)  # no denoising at all: shallow models, averaged
 
 # --- 7, hardship ---------------------------------------------------------------------------------
 
