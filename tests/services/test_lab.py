@@ -307,26 +307,43 @@ def test_a_run_with_trouble_goes_on_bit_for_bit_and_is_another_run(
         lab(run, corpus, tmp_path / "cut").train()
 
 
-def test_a_stop_while_a_sample_is_measured_loses_no_point(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_stop_while_a_sample_is_measured_loses_no_point(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The round is done again: its CE is what rates are chosen by, and FLOPs counted to."""
+    last = SMALL.pace.rounds
+    cut = lab(SMALL, corpus, tmp_path / "cut")
+    measured = Lab.measured
 
-    def interrupt(row: dict[str, Any]) -> None:
-        if row["round"] == SMALL.pace.rounds:
+    def interrupted(self: Lab, now: Standings) -> Standings:
+        if now.round == last:
             raise KeyboardInterrupt
+        return measured(self, now)
 
     _, whole = lab(SMALL, corpus, tmp_path / "whole").train()
-    cut = lab(SMALL, corpus, tmp_path / "cut", watch=Watch(noted=interrupt))
-    with pytest.raises(KeyboardInterrupt):
-        cut.train()
-    resumed = replace(cut, watch=Watch())
-    before = resumed.resume()
-    assert before.round == SMALL.pace.rounds - 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Lab, "measured", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cut.train()
+    assert cut.resume().round == last - 1
     path = tmp_path / "cut" / "history.jsonl"  # as kill -9 between two files leaves it
-    path.write_text(path.read_text() + json.dumps({"round": SMALL.pace.rounds}) + "\n")
-    _, now = resumed.train()
+    path.write_text(path.read_text() + json.dumps({"round": last}) + "\n")
+    _, now = cut.train()
     assert equal(now, whole)
     told = [[(row["round"], row["ce_sample"]) for row in one.history] for one in (now, whole)]
     assert told[0] == told[1]
+
+
+def test_a_round_is_kept_before_it_is_told(corpus: Corpus, tmp_path: Path) -> None:
+    def interrupt(row: dict[str, Any]) -> None:
+        if row["round"] == 2:
+            raise KeyboardInterrupt
+
+    cut = lab(SMALL, corpus, tmp_path, watch=Watch(noted=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    kept = cut.resume()
+    assert (kept.round, kept.history[-1]["round"]) == (2, 2)
 
 
 def test_a_sample_is_measured_as_often_as_told(corpus: Corpus, tmp_path: Path) -> None:
