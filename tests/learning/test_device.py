@@ -30,6 +30,17 @@ def test_a_cpu_computes_in_bf16_if_it_has_units_for_it(
     assert (x @ x).dtype == torch.float32
 
 
+@pytest.mark.parametrize("units", [False, True])
+def test_a_wish_counts_more_than_units(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
+    monkeypatch.setattr(device, "cpu_has_bf16", lambda: units)
+    x = torch.ones(2, 2)
+    for name, kind in (("float32", torch.float32), ("bf16", torch.bfloat16)):
+        with device.training_in(name), device.precision(CPU):  # type: ignore[arg-type]
+            assert device.trains_in(CPU) == name
+            assert (x @ x).dtype == kind
+    assert device.trains_in(CPU) == ("bf16" if units else "float32")
+
+
 @pytest.mark.parametrize("block", [0, 1, 2])
 def test_bf16_learns_what_float32_learns(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     def trained(units: bool) -> Update:

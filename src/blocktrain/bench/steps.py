@@ -37,6 +37,7 @@ from blocktrain.services.run import Run
 
 WIKITEXT = "wikitext-2"
 OUT = "OUT/"  # begins an argument that is a path in the reproduction's folder
+PRECISION = "float32"  # of every lab run: rows share runs that machines of many kinds have made
 LAST_WORDS = 60.0  # seconds that a child has to save after Ctrl+C; a state of 8 blocks takes 1
 
 
@@ -74,7 +75,7 @@ class Record:
     commit: str
     date: str
     precision: str
-    """That this machine trains in."""
+    """That was trained in."""
 
 
 class Missing(Exception):
@@ -147,6 +148,7 @@ def lab(
     flops = flops_of(run) if run.shape.objective == "neighbours" else 0.0
     if notes != Watch.notes:
         flags += ["--notes", str(notes)]
+    flags += ["--precision", PRECISION]
     arguments = ("lab", *flags, *text(data), "--out", OUT + name, "--json")
     return Step(name, arguments, run.pace.rounds, flops)
 
@@ -252,7 +254,7 @@ class Doing:
             cores=os.cpu_count() or 1,
             commit=self.commit,
             date=datetime.now(UTC).date().isoformat(),
-            precision=device.trains_in(device.choose()),
+            precision=result.get("precision") or device.trains_in(device.choose()),
         )
 
     def stop(self) -> None:

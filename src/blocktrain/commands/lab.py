@@ -16,6 +16,7 @@ from blocktrain.console import PLAIN, Out, Output, bar, bars, print_json
 from blocktrain.errors import Different
 from blocktrain.learning import device
 from blocktrain.learning.data import Corpus, open_corpus
+from blocktrain.learning.device import Precision
 from blocktrain.learning.model import Shape
 from blocktrain.learning.noise import Noise
 from blocktrain.learning.objective import Task
@@ -61,6 +62,9 @@ class Place:
     """wikitext-2, enwik8, or a file or folder of your own."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
+    precision: Precision = "auto"
+    """What training computes in: float32 or bf16; auto is bf16 where the device has units for it.
+    CE is always measured in float32."""
     threads: int = 1
     """CPU threads per replica."""
     at_once: int | None = None
@@ -93,7 +97,7 @@ def lab(
     """Train a model, one block at a time, in this process; no network.
 
     The same command goes on where it was stopped. The last line is JSON: ce, ce_reference,
-    ce_shallow, gap, bytes_seen, core_seconds, parameters.
+    ce_shallow, gap, bytes_seen, core_seconds, parameters, precision.
 
     Parameters
     ----------
@@ -114,15 +118,17 @@ def lab(
         )
         where = device.choose(place.device)
         studio = Lab(run.plain, corpus, out, where, watch, place.threads, at_once, place.hardship)
-        result = experiment(studio, beside.reference)
+        with device.training_in(place.precision):
+            result = experiment(studio, beside.reference)
+            told = {**asdict(result), "precision": device.trains_in(where)}
     lines = {"blocks": out / "history.jsonl"}
     if beside.reference:
         lines |= {name: out / name / "history.jsonl" for name in ("reference", "shallow")}
     picture.curves(lines, out / "curve.png")
     output.say(f"model in {out}, plot in {out / 'curve.png'}")
     if not output.json:
-        output.result(asdict(result), "Test split, honest readout, nats per byte")
-    print_json(asdict(result))
+        output.result(told, "Test split, honest readout, nats per byte")
+    print_json(told)
 
 
 def repeat(path: Path, corpus: Corpus, out: Path, count: int, output: Output) -> None:

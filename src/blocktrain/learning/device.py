@@ -6,11 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from blocktrain.errors import BadConfig
+
+Precision = Literal["auto", "float32", "bf16"]
+wished: Precision = "auto"  # by `training_in`
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt
 
@@ -36,8 +39,22 @@ def precision(device: torch.device) -> AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def training_in(name: Precision) -> Iterator[None]:
+    """Trains in this precision for a while, whatever the device is good at: runs that are compared
+    must not differ by the machine they were made on."""
+    global wished
+    before, wished = wished, name
+    try:
+        yield
+    finally:
+        wished = before
+
+
 def trains_in(device: torch.device) -> str:
     """The name of that precision."""
+    if wished != "auto":
+        return wished
     good = (
         device.type == "mps"
         or (device.type == "cuda" and torch.cuda.is_bf16_supported())
