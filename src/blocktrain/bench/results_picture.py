@@ -19,7 +19,6 @@ CURVES, CREWS = "results-curves.png", "results-crews.png"
 FRONTIER, EACH = "results-frontier.png", "results-frontier-each.png"
 STALENESS, CUTS = "results-staleness.png", "results-blocks.png"
 SAMPLE = "CE, nats per byte (64 KiB sample of valid)"
-MANY = 4  # lines; the legend of more stands beside the picture, where it covers none
 STYLES = ("-", "--", "-.", ":")
 
 
@@ -55,9 +54,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
         paint(axes, results)
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
-        many = len(axes.get_legend_handles_labels()[0]) > MANY
-        beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if many else {}
-        axes.legend(frameon=False, fontsize=9, **beside)
+        axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
         figure.savefig(folder / name, bbox_inches="tight")
         plt.close(figure)
         made.append(folder / name)
@@ -90,28 +87,35 @@ def crews(axes: Axes, results: Results) -> None:
 
 def frontier(axes: Axes, results: Results, column: str, whose: str) -> None:
     """CE against bytes moved, each run a point: blocks and DiLoCo on the same axes. A line joins
-    those of a family that none of it beats in both."""
-    for keys, words, colour in (
-        (("replicas", "codecs"), "blocks", BLOCKS),
-        (("diloco",), "DiLoCo: each worker holds the whole model", DILOCO),
-    ):
-        rows = filter(None, map(results.row, keys))
-        points = {
-            worded(entry): (entry[column], entry["ce"]) for row in rows for entry in row.table
-        }
+    those of a family that none of it beats in both. A worker who holds the whole model and is
+    alone is end to end: he needs no network, and beats whatever does."""
+    whole = results.row("diloco")
+    for words, colour, entries in (
+        ("blocks", BLOCKS, entries_of(results, "replicas", "codecs")),
+        ("DiLoCo: each worker holds the whole model", DILOCO,
+         [entry for entry in whole.table if entry["workers per block"] > 1] if whole else []),
+        ("end to end: one worker, alone", END_TO_END,
+         [entry for entry in whole.table if entry["workers per block"] == 1] if whole else []),
+    ):  # fmt: skip
+        points = {worded(entry): (entry[column], entry["ce"]) for entry in entries}
         if not points:
             continue
         axes.plot(*zip(*points.values(), strict=True), "o", color=colour, markersize=5)
         best = unbeaten(points.values())
-        axes.plot(*zip(*best, strict=True), color=colour, alpha=0.5, label=words)
+        axes.plot(*zip(*best, strict=True), color=colour, alpha=0.5, label=words, marker="o")
         for told, at in points.items():
             axes.annotate(told, at, xytext=(5, 4), textcoords="offset points", fontsize=7,
                           color=colour)  # fmt: skip
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.12)
-    axes.set_xlabel(f"MB moved by {whose} (workers x local steps per round; int4 if not told)")
+    axes.set_xlabel(f"MB moved by {whose} (workers per block x local steps; int4 if not told)")
     axes.set_ylabel("CE, nats per byte (test)")
+
+
+def entries_of(results: Results, *keys: str) -> Table:
+    """The lines of these rows' tables, as far as they are measured."""
+    return [entry for row in filter(None, map(results.row, keys)) for entry in row.table]
 
 
 def worded(entry: dict[str, Any]) -> str:
