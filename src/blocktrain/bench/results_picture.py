@@ -149,7 +149,12 @@ def cuts(axes: Axes, results: Results) -> None:
     """Gap against K."""
     row = results.row("blocks")
     assert row is not None
-    gaps(axes, row.table, "blocks", "blocks, each trained alone")
+    usual = [entry for entry in row.table if entry["lookahead"] == row.table[0]["lookahead"]]
+    far = [entry for entry in row.table if entry not in usual]
+    gaps(axes, usual, "blocks", f"blocks, loss taken {usual[0]['lookahead']} blocks downstream")
+    if far:
+        words = f"{far[0]['lookahead']} blocks downstream"
+        gaps(axes, far, "blocks", words, below=True, color=ALIKE, marker="s")
     against_zero(axes, row.table, "blocks", "blocks, the same layers in all")
 
 

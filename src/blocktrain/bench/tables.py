@@ -223,9 +223,11 @@ def codecs(book: Notebook, scale: Scale) -> Found:
 
 
 def blocks(book: Notebook, scale: Scale) -> Found:
-    """The same layers cut into 2, 4 and 8 blocks."""
+    """The same layers cut into 2, 4 and 8 blocks, and into 8 that look as many layers ahead as 4
+    do."""
     runs, reference = cuts(book, scale, 2, 4, 8)
-    table = against(book, runs, reference, "blocks", flops=True)
+    runs.append(changed(runs[-1], lookahead=2 * scale.base.task.lookahead))
+    table = against(book, runs, reference, "blocks", "lookahead", flops=True)
     for line, run in zip(table, runs, strict=True):
         last = run.shape.blocks - 1
         line["MB moved a round"] = moved_per_round(run) / 1e6
