@@ -151,6 +151,11 @@ def cuts(book: Notebook, scale: Scale, *counts: int) -> tuple[list[Run], Run]:
     return runs, sized(changed(sides.reference, layers=scale.depth), scale.deep)
 
 
+def half_way(run: Run) -> Run:
+    """The same with a loss that is taken half of the blocks downstream."""
+    return changed(run, lookahead=run.shape.blocks // 2)
+
+
 def best_rates(book: Notebook, scale: Scale) -> tuple[float, float]:
     """The rate of the grid that serves blocks best, and the one that serves the reference best.
 

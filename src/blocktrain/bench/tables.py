@@ -11,6 +11,7 @@ from blocktrain.bench.scales import (
     changed,
     crew,
     cuts,
+    half_way,
     headline,
     narrow,
     narrow_tries,
@@ -223,10 +224,9 @@ def codecs(book: Notebook, scale: Scale) -> Found:
 
 
 def blocks(book: Notebook, scale: Scale) -> Found:
-    """The same layers cut into 2, 4 and 8 blocks, and into 8 that look as many layers ahead as 4
-    do."""
+    """The same layers cut into 2, 4 and 8 blocks, and into 8 that look half of the way ahead."""
     runs, reference = cuts(book, scale, 2, 4, 8)
-    runs.append(changed(runs[-1], lookahead=2 * scale.base.task.lookahead))
+    runs.append(half_way(runs[-1]))
     table = against(book, runs, reference, "blocks", "lookahead", flops=True)
     for line, run in zip(table, runs, strict=True):
         last = run.shape.blocks - 1
